@@ -1,4 +1,4 @@
-# Two commands do everything, set-up included: `make demo` and `make test`.
+# `make check` is the loop of every day, `make test` runs everything. Both set up what they need. `make help` names all targets.
 PYTHON ?= python3
 TORCH ?= torch
 # The versions that the tests run with, exactly; empty for the newest.
@@ -16,18 +16,12 @@ ONE_PROCESS := not processes and not root and not rdma
 MODEL_TESTS := tests/graph tests/frontend tests/end_to_end
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types docs cxx unit models checks beside_models processes rdma versions gpu bench clean
+.PHONY: help setup demo check test lint types docs cxx unit models checks beside_models processes rdma versions gpu bench clean
 
-help:
-	@echo "make demo    train a GPT over 4 ranks through a link that turns slow (sets everything up first)"
-	@echo "make test    lint, types, and all tests (sets everything up first)"
-	@echo "make versions  unit tests and the demo with Python 3.11 to 3.13 and torch 2.11 to 2.15: a table"
-	@echo "make gpu     all that needs a GPU: tests and two tables"
-	@echo "make docs    build the documentation into build/site"
-	@echo "make bench   measure the figures of docs/benchmarks.md again"
-	@echo "make clean   remove the virtual environment and everything built"
+help: ## name every target
+	@sed -nE 's/^([a-z_]+):[^#]*## (.*)$$/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
 
-setup: $(READY)
+setup: $(READY) ## make the virtual environment and build the extension
 
 $(READY): pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(CXX_SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -41,22 +35,26 @@ $(READY): pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(CXX_SOURCES)
 		--config-settings=cmake.define.ADAPTRA_WARNINGS_AS_ERRORS=ON --editable '.[dev]'
 	@touch $@
 
-demo: $(READY)
+demo: $(READY) ## train a GPT over 4 ranks through a link that turns slow
 	$(BIN)/torchrun --nproc-per-node=4 examples/train_gpt.py --output out/demo
 
-lint: $(READY)
+# Of what changed and what stands on it, within three minutes; make check CHECK=--help says more.
+check: $(READY) ## lint, types and tests of what changed, in three minutes
+	$(BIN)/python tests/support/check_changes.py $(CHECK)
+
+lint: $(READY) ## format and lint: Python and C++
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES) $(CXX_TESTS)
 
-types: $(READY)
+types: $(READY) ## check the types of all Python
 	$(BIN)/pyright
 
-docs: $(READY)
+docs: $(READY) ## build the documentation into build/site, strictly
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The C++ tests under the address and undefined-behaviour sanitizers, then under the thread sanitizer; then the fuzz target.
-cxx: $(READY)
+cxx: $(READY) ## the tests in C++ under sanitizers, and the fuzzer
 	for sanitizers in address,undefined thread; do \
 		build=build/cxx-$${sanitizers%%,*}; \
 		$(BIN)/cmake -S tests/cxx -B $$build -G Ninja -DSANITIZE=$$sanitizers \
@@ -72,42 +70,42 @@ cxx: $(READY)
 		build/cxx-address/delegate_fuzz $(FUZZ_SECONDS) tests/cxx/corpus; \
 	fi
 
-unit: $(READY)
+unit: $(READY) ## the tests of one process, but for those of models
 	$(BIN)/pytest -m "$(ONE_PROCESS)" $(addprefix --ignore=,$(MODEL_TESTS))
 
-models: $(READY)
+models: $(READY) ## the tests of one process that capture and train models
 	$(BIN)/pytest -m "$(ONE_PROCESS)" $(MODEL_TESTS)
 
-processes: $(READY)
+processes: $(READY) ## the tests that start several processes
 	$(BIN)/pytest -m "(processes or root) and not rdma"
 
-rdma: $(READY)
+rdma: $(READY) ## the tests that boot the lab of RDMA devices
 	$(BIN)/pytest -m rdma --lab-kernel=$(LAB_KERNEL)
 
-checks: $(READY)
+checks: $(READY) ## lint, types, docs, cxx
 	$(MAKE) --jobs=1 lint types docs cxx
 
 # One core each: the tests of models take as long as all else of one process. Processes have the machine to themselves after that.
-test: $(READY)
+test: $(READY) ## everything that can fail here: lint, types, docs, C++ and all tests
 	$(MAKE) --jobs=2 --output-sync=target models beside_models
 	$(MAKE) --jobs=1 processes
 
-beside_models: $(READY)
+beside_models: $(READY) ## what runs beside the tests of models: checks, unit, rdma
 	$(MAKE) --jobs=1 checks unit rdma
 
 # With every Python that there is and torch from 2.11 to 2.15. It takes hours, and 6 GB for one environment at a time.
-versions: $(READY)
+versions: $(READY) ## unit tests and the demo with Python 3.11 to 3.13 and torch 2.11 to 2.15: a table
 	$(BIN)/python bench/versions.py
 
 # Ends at once, and with an error, where there is no GPU.
-gpu: $(READY)
+gpu: $(READY) ## all that needs a GPU: tests and two tables
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else \
 		f"make gpu: torch {torch.__version__} finds no CUDA device, so nothing was tested: see CONTRIBUTING.md")'
 	$(BIN)/pytest -m gpu -rs
 	$(BIN)/python bench/pack.py
 	$(BIN)/python bench/head_of_line.py
 
-bench: $(READY)
+bench: $(READY) ## measure the figures of docs/benchmarks.md again
 	$(BIN)/python bench/simulate.py
 	$(BIN)/python bench/plan.py
 	$(BIN)/python bench/runtime.py
@@ -123,5 +121,5 @@ bench: $(READY)
 	$(BIN)/python bench/compile_cost.py
 	$(BIN)/python bench/split.py
 
-clean:
+clean: ## remove the virtual environment and everything built
 	rm -rf $(VENV) build dist out

@@ -14,6 +14,7 @@ import linked_hosts as links
 import pytest
 from golden_files import check_golden
 from hypothesis import settings
+from late import skip_if_late
 from paths import ROOT
 
 # A loaded machine is no reason to fail: pytest's own time limit ends what hangs, and speed is measured in bench/.
@@ -28,6 +29,12 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept-golden", action="store_true", help="write golden files instead of comparing with them")
     parser.addoption("--lab-kernel", type=Path, default=lab.CACHED_KERNEL, help="the kernel of tests marked rdma")
+    parser.addoption("--begin-before", type=float, help="skip the tests that would begin later than this time, as time.time()")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    skip_if_late(item.config)
 
 
 @pytest.fixture

@@ -72,6 +72,7 @@ class CompiledStages:
         outputs_in_training: The same in training mode.
         cut_points: The cut points of the stages, and the other possible cut points.
         captured: The captured model from which they were cut, or None if the stages are modules or only evaluate.
+        evaluated: The captured graph of stages that only evaluate, or None.
     """
 
     train: tuple[TrainStage, ...]
@@ -88,6 +89,7 @@ class CompiledStages:
     outputs_in_training: OutputFormat
     cut_points: CutPoints
     captured: Captured | None = None
+    evaluated: FlatGraph | None = None
 
     @property
     def trains(self) -> bool:

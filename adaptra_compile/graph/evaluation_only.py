@@ -71,7 +71,8 @@ def compile_evaluation(
         )
     with one.mode:
         stages = evaluate(flat, analysis, parts, progress)
-    return replace(like, train=(), eval=stages, inputs=one.inputs, targets=one.targets, outputs=outputs, captured=None)
+    formats = {"inputs": one.inputs, "targets": one.targets, "outputs": outputs}
+    return replace(like, train=(), eval=stages, **formats, captured=None, evaluated=flat)
 
 
 def _require_state(like: CompiledStages, piece: Piece, names: list[str]) -> None:

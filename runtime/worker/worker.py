@@ -429,7 +429,7 @@ class Worker:
         texts = [one.raw_or_none("program") for one in gathered]
         programs = [Program.parse(text) for text in texts if isinstance(text, str)]
         if self._replicas is not None and programs:
-            program = join(programs)
+            program = join(programs, uneven=True)
         return merge_timelines(program, measured)
 
     def align_copies(self) -> None:

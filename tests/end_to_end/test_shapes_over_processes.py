@@ -128,7 +128,9 @@ def train_replicas(rank: int, reduction: str, rows: list[int]) -> Any:
             loss = pipe.step(*batch(rows[pipe.replica], 5, pipe.replica))
         except Exception as error:
             return type(error).__name__, str(error)
-        return loss.item(), {name: one.tolist() for name, one in gradients(pipe).items()}
+        timeline = pipe.timeline()  # of the whole job, whose replicas may have had other numbers of microbatches
+        computed = None if timeline is None else [len({one.op.microbatch for one in ops}) for ops in timeline.ops]
+        return loss.item(), {name: one.tolist() for name, one in gradients(pipe).items()}, computed
 
 
 def expected_of(reduction: str, rows: Sequence[int]) -> tuple[float, dict[str, Any]]:
@@ -151,7 +153,9 @@ def test_replicas_train_batches_of_other_shapes(reduction: str, rows: list[int])
     import torch
 
     loss, wanted = expected_of(reduction, rows)
-    for found_loss, found in run_processes(train_replicas, 4, reduction, rows):
+    results = run_processes(train_replicas, 4, reduction, rows)
+    assert [one[2] for one in results] == [[min(rows[0], 4)] * 2 + [min(rows[1], 4)] * 2, None, None, None]
+    for found_loss, found, _ in results:
         assert found_loss == pytest.approx(loss, rel=1e-5)
         for name, one in found.items():
             assert torch.allclose(torch.tensor(one), wanted[name], rtol=1e-3, atol=1e-5), name

@@ -7,10 +7,9 @@ import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
-from pathlib import Path
 
 from paths import ROOT, TESTS
+from rooms import IMPORTS, MODULES, room_of
 
 FLOORS = """
     errors checks sizes progress moved renamed known_keywords json_files unlike_numbers
@@ -53,47 +52,7 @@ MODULES_WITHOUT_TORCH = [
 MOST_FILES = 16
 """More modules in one folder, and somebody new has to read a list instead of a plan."""
 
-SOURCES = {"adaptra": ROOT / "adaptra_compile", "adaptra.passes": ROOT / "passes", "adaptra.runtime": ROOT / "runtime"}
-
-
-def modules() -> dict[str, Path]:
-    """Every module of the product by its full name; of a folder's ``__init__`` the folder's name."""
-    found: dict[str, Path] = {}
-    for package, folder in SOURCES.items():
-        for path in sorted(folder.rglob("*.py")):
-            if any(parent.is_symlink() for parent in path.relative_to(ROOT).parents if str(parent) != "."):
-                continue  # the links that make three folders one package
-            parts = [part for part in path.relative_to(folder).with_suffix("").parts if part != "__init__"]
-            found[".".join([package, *parts])] = path
-    return found
-
-
-MODULES = modules()
-
-
-def room_of(module: str) -> str:
-    """The room that a module stands in, without the package's name; of a file that stands in none, the file's."""
-    path = MODULES[module]
-    room = module if path.name == "__init__.py" or path.parent == SOURCES["adaptra"] else module.rpartition(".")[0]
-    return room.removeprefix("adaptra").removeprefix(".")
-
-
-def imported_by(module: str) -> Iterator[str]:
-    """The modules of the product that a module imports anywhere in it, types included."""
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module is not None:
-            names = [f"{node.module}.{alias.name}" for alias in node.names if alias.name != "_C"]  # the extension
-            yield from (name if name in MODULES else node.module for name in names)
-        elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-
-
-ARROWS = {
-    (module, imported)
-    for module in MODULES
-    for imported in imported_by(module)
-    if imported in MODULES and room_of(imported) != room_of(module)
-}
+ARROWS = {(module, imported) for module, found in IMPORTS.items() for imported in found if room_of(imported) != room_of(module)}
 
 
 def test_every_room_has_a_floor_and_every_floor_a_room() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from adaptra.errors import AdaptraError, CaptureError, OptionError, PipelineError
 from adaptra.frontend.arguments.wrapped_models import refuse_wrapped
 from adaptra.frontend.followed.marks import shown
-from adaptra.frontend.followed.same_stages import are_same
+from adaptra.frontend.followed.same_stages import are_same, evaluate_the_same
 from adaptra.frontend.followed.watch import Watch
 from adaptra.frontend.shapes.recompile import Recompile
 from adaptra.graph import CompiledStages, compile_stages
 from adaptra.graph.capture.capture import state_names
 from adaptra.graph.capture.skeleton import skeleton
 from adaptra.graph.compile_modules import compile_modules
+from adaptra.graph.evaluation_only import compile_evaluation
 from adaptra.graph.ops.specs import MessageSpec
 
 _OFTEN: Final = 3
@@ -145,9 +146,9 @@ class Following:
             own = self._stages(model, before)
             memory = self._watch.addresses()
             if not switched and not replaced and are_same(before, own, memory):
-                trained = [one for one in others if one.trains]  # what only evaluates is like the evaluation of the first shape
-                fresh = (self._stages(model, one) for one in trained)
-                if all(are_same(one, other, memory) for one, other in zip(trained, fresh, strict=True)):
+                trained = (are_same(one, self._stages(model, one), memory) for one in others if one.trains)
+                evaluated = (self._evaluates_the_same(model, one, before, memory) for one in others if not one.trains)
+                if all(trained) and all(evaluated):
                     return None
             return ChangedStages(own, _states(own, states, placed, replaced), bool(replaced))
         except AdaptraError as error:
@@ -196,6 +197,18 @@ class Following:
                     one.requires_grad_(value)
         has_values = self._empty_on is None and not any(one.is_meta for one in own.values())
         return made if model is None or has_values else skeleton(made, self._device)
+
+    def _evaluates_the_same(
+        self, model: nn.Module, known: CompiledStages, like: CompiledStages, memory: Collection[int]
+    ) -> bool:
+        args, kwargs = known.inputs.arguments(_example(known.inputs.specs, self._device))
+        targets = known.targets.unflatten(_example(known.targets.specs, self._device))
+        loss = self._loss if known.with_loss else None
+        try:
+            now = compile_evaluation(model, args, kwargs, like=like, loss=loss, targets=targets, with_loss=known.with_loss)
+        except (AdaptraError, RuntimeError):
+            return False  # an evaluation of this shape, if there is another, says why
+        return evaluate_the_same(known, now, memory)
 
     @property
     def _device(self) -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from torch import Tensor
 
@@ -19,7 +19,6 @@ def are_same(before: CompiledStages, after: CompiledStages, memory: Collection[i
     old, new = before.captured, after.captured
     if old is None or new is None or before.tied != after.tied or before.changing != after.changing:
         return False
-    constants = zip(_constants(new), _constants(old), strict=False)  # equal digests have equally many
     return (
         all(
             [str(one.inputs), str(one.outputs), *one.state_names, one.trainable, one.contributions]
@@ -31,8 +30,29 @@ def are_same(before: CompiledStages, after: CompiledStages, memory: Collection[i
         and module_digests(old.eval_flat) == module_digests(new.eval_flat)
         and before.outputs.is_like(after.outputs)
         and before.outputs_in_training.is_like(after.outputs_in_training)
-        and all(_address(one) not in memory or one is other or _address(one) == _address(other) for one, other in constants)
+        and _have_same_constants(_constants(new), _constants(old), memory)
     )
+
+
+def evaluate_the_same(before: CompiledStages, after: CompiledStages, memory: Collection[int]) -> bool:
+    """Return whether stages that only evaluate run the same ops on the same state and constants; as :func:`are_same`."""
+    old, new = before.evaluated, after.evaluated
+    if old is None or new is None:
+        return False
+    return (
+        [str([one.inputs, one.outputs, one.loss, one.targets]) for one in before.eval]
+        == [str([one.inputs, one.outputs, one.loss, one.targets]) for one in after.eval]
+        and list(old.state.values()) == list(new.state.values())
+        and module_digests(old) == module_digests(new)
+        and before.outputs.is_like(after.outputs)
+        and _have_same_constants([*new.constants.values()], [*old.constants.values()], memory)
+    )
+
+
+def _have_same_constants(new: Sequence[Tensor], old: Sequence[Tensor], memory: Collection[int]) -> bool:
+    """Return whether constants of equal digests, and so equally many, may change in place alike."""
+    both = zip(new, old, strict=False)
+    return all(_address(one) not in memory or one is other or _address(one) == _address(other) for one, other in both)
 
 
 def _constants(captured: Captured) -> list[Tensor]:

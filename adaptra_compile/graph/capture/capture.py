@@ -28,7 +28,7 @@ from adaptra.graph.capture.collectives import refuse_collectives, refusing_colle
 from adaptra.graph.capture.eager_ops import EagerOp, eager_ops
 from adaptra.graph.capture.hooks import refusing_tensor_hooks
 from adaptra.graph.capture.inputs_kept import copy_what_changes
-from adaptra.graph.capture.replaced_buffers import following_replaced_buffers, read_before_replaced
+from adaptra.graph.capture.replaced_buffers import following_replaced_buffers, read_before_replaced, refuse_cumulative_averages
 from adaptra.graph.capture.transforms import refusing_gradients
 from adaptra.graph.effects.effects import Effects
 from adaptra.graph.effects.lines import user_line
@@ -159,6 +159,7 @@ def capture(
             refusing_tensor_hooks(),
             refusing_collectives(where, is_captured=True),
         ):
+            refuse_cumulative_averages(model.named_modules())
             try:
                 with refusing_gradients(where):
                     return torch.export.export(step, examples, strict=False)

@@ -1,6 +1,7 @@
 """Buffers that a model's code replaces by new tensors: the new values become those of the next call.
 
-Torch.export sees this for the outermost module's buffers only, and would leave all others as they were.
+Torch.export sees this for the outermost module's buffers only, and would leave all others as they were. Buffers that the code
+reads as numbers are refused.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]  # what all kinds have in common
 
 from adaptra.errors import CaptureError
 
@@ -41,6 +43,21 @@ def following_replaced_buffers(model: nn.Module) -> Generator[None]:
             )
         buffer.copy_(new.detach())
         held[key] = buffer
+
+
+def refuse_cumulative_averages(named: Iterable[tuple[str, nn.Module]]) -> None:
+    """Refuse a BatchNorm in training mode whose statistics are averages over all batches so far.
+
+    Raises:
+        CaptureError: There is one. The text names the module.
+    """
+    for name, module in named:
+        if isinstance(module, _BatchNorm) and module.training and module.track_running_stats and module.momentum is None:
+            raise CaptureError(
+                f"module {name or '(the model itself)'} ({type(module).__name__}): momentum=None weights each batch by the "
+                "number of batches so far, which a graph can't read: expected a number, such as momentum=0.1; or give the "
+                "model as a list of stages, which runs any code"
+            )
 
 
 def read_before_replaced(graph: fx.Graph, state: Iterable[fx.Node]) -> None:

@@ -18,18 +18,23 @@ def skeleton(model: nn.Module, device: torch.device | None = None) -> nn.Module:
     """Return a copy of a model whose parameters and buffers are fake tensors.
 
     Tied tensors stay tied, and ``requires_grad``, dtypes, strides, modes and hooks stay as they are. Tensors that are neither
-    parameters nor buffers stay real, since a capture takes their values as constants.
+    parameters nor buffers stay real, since a capture takes them as constants. They share their memory with the model's, so
+    that what changes them in place changes those of every stage.
 
     Args:
         model: The model. Nothing of it changes, and none of its state is copied.
         device: The device of the fakes of tensors on the meta device; without it they stay there.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fakes: dict[int, Any] = {}
+    made: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in fakes:
-            fakes[id(tensor)] = _fake(tensor, mode, device)
-    return copy.deepcopy(model, fakes)
+        if id(tensor) not in made:
+            made[id(tensor)] = _fake(tensor, mode, device)
+    found = copy.deepcopy(model, made)
+    for one in made.get(id(made), ()):  # where deepcopy keeps all that it has copied
+        if isinstance(one, Tensor):
+            made[id(one)].data = one.detach()
+    return found
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None) -> Tensor:

@@ -11,13 +11,15 @@ from adaptra.program.routing import Routing
 from adaptra.simulation.period import with_updates
 
 
-def join(programs: Sequence[Program]) -> Program:
+def join(programs: Sequence[Program], *, uneven: bool = False) -> Program:
     """Return the program of several replicas in which each runs its own program. REDUCE and STEP end each worker's order.
 
     Rank r of replica p becomes worker ``p · ranks + r``.
 
     Args:
         programs: One program of one pipeline per replica, compute ops only, of one placement and number of microbatches.
+        uneven: Whether numbers of microbatches may differ, as batches of one measured step do. The program has the largest
+            then, and nobody computes what a smaller batch lacks: it is for timelines, and can't run.
 
     Raises:
         ScheduleError: There is no program, one has communication ops or replicas, or two are of different pipelines.
@@ -29,19 +31,20 @@ def join(programs: Sequence[Program]) -> Program:
         program.require_one_pipeline("join")
         if program.is_lowered:
             raise ScheduleError(f"join: {program.name} of replica {replica} has SEND and RECV ops: expected compute ops only")
-        if (program.placement, program.microbatches) != (first.placement, first.microbatches):
+        if program.placement != first.placement or (program.microbatches != first.microbatches and not uneven):
             raise ScheduleError(
                 f"join: {program.name} of replica {replica} has placement {','.join(map(str, program.placement))} and "
                 f"{program.microbatches} microbatches: expected those of replica 0, "
                 f"{','.join(map(str, first.placement))} and {first.microbatches}"
             )
-    routing = Routing.at_home(first.placement, len(programs), first.microbatches)
+    most = max(program.microbatches for program in programs)
+    routing = Routing.at_home(first.placement, len(programs), most)
     orders = tuple(
         tuple(replace(op, replica=replica) for op in order)
         for replica, program in enumerate(programs)
         for order in program.orders
     )
-    return with_updates(Program(first.name, (), first.microbatches, orders, routing))
+    return with_updates(Program(first.name, (), most, orders, routing))
 
 
 def order_of_replica(program: Program, replica: int) -> Program:

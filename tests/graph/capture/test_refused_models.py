@@ -34,6 +34,8 @@ DOCUMENTED = {
     "nonzero": SHAPES,
     "masked_select": SHAPES,
     "sparse": "module …: …embedding… with sparse=True: expected sparse=False, as stages add and send dense gradients",
+    "cumulative average": "module …: momentum=None weights each batch by the number of batches so far, which a graph can't "
+    "read: expected a number, such as momentum=0.1; or give the model as a list of stages, which runs any code",
     "no rows": "example_inputs: a batch of 0 rows: expected at least one row for each of … microbatches",
     "frozen": "the loss depends on no trainable parameter: expected one at least; requires_grad_(True) makes a parameter one",
     "input's gradient": "inputs: … requires a gradient, which a step gives to parameters alone: expected an input without; "
@@ -86,6 +88,8 @@ def try_it(case: str) -> None:  # noqa: PLR0912 - one branch for each case
             compiled(Chooses(lambda x: x if torch.unique(x).shape[0] > 3 else 2 * x))
         case "sparse":
             compiled(nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4)), torch.randint(9, (4,)))
+        case "cumulative average":
+            compiled(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)))
         case "no rows":
             compiled(linear(), torch.randn(0, 4), torch.randn(0, 4))
         case "frozen":
