@@ -1,8 +1,8 @@
 """A transformer that really computes, over fast links, beside torch.distributed.pipelining: no op is padded, none sleeps.
 
 Each rank is a process with one thread, joined to the others over loopback by gloo. Both sides train the same layers, cut
-at the same places, with the same microbatches, and begin with the same loss. Steps are taken in turn. With as many ranks as
-cores or fewer the figure is what a user sees; with more, ranks share cores and it mostly shows how they share them.
+at the same places, with the same microbatches, and begin with the same loss. Steps are taken in turn. With more ranks than
+cores the figures mostly show how ranks share the cores.
 
 adaptra takes part with as many microbatches in flight as 1F1B's first stage, with the same limit as a V, and without a limit.
 """

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from adaptra.profiled import named
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 
 
@@ -119,7 +120,8 @@ class GradientSum:
 
     def _sum(self) -> tuple[Any, Any, int]:
         started = self._mark()
-        nbytes = self._replicas.combine_gradients(self._parameters, mean=self._mean, wait=self._wait)
+        with named("REDUCE"):
+            nbytes = self._replicas.combine_gradients(self._parameters, mean=self._mean, wait=self._wait)
         return started, self._mark(), nbytes
 
     def _wait(self, number: int) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from adaptra.graph.ops.specs import MessageSpec
+from adaptra.profiled import named
 from adaptra.program import Kind, Op, Program
 from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.injection.emulation import Pacing
@@ -147,23 +148,22 @@ class Executor:
                 if op.kind is Kind.B:
                     self._take_over_sums(op)
                 started = time.monotonic(), self._mark()
-                grad_inputs = self._stages[op.replica, stage].input_grad(microbatch, grad_outputs)
-                if op.kind is Kind.B:
-                    self._weight_grad(op, started[0])
+                with named(op):
+                    grad_inputs = self._stages[op.replica, stage].input_grad(microbatch, grad_outputs)
+                    if op.kind is Kind.B:
+                        self._weight_grad(op, started[0])
                 self._finish(op, started)
                 if stage > 0:
                     self._values[_made_by(Kind.I, op, stage)] = grad_inputs
             case Kind.W:
                 self._take_over_sums(op)
                 started = time.monotonic(), self._mark()
-                self._weight_grad(op, started[0])
+                with named(op):
+                    self._weight_grad(op, started[0])
                 self._finish(op, started)
-            case Kind.SEND_F:
-                self._messages.send(op, self._values.pop(_made_by(Kind.F, op, stage)))
-            case Kind.SEND_B:
-                self._messages.send(op, self._values.pop(_made_by(Kind.I, op, stage)))
-            case Kind.SEND_W:
-                self._messages.send(op, self._stages[op.replica, stage].hand_over())
+            case Kind.SEND_F | Kind.SEND_B | Kind.SEND_W:
+                with named(op):
+                    self._messages.send(op, self._sent(op))
             case Kind.RECV_F | Kind.RECV_B | Kind.RECV_W:
                 self._messages.post(op)
             case Kind.REDUCE | Kind.STEP:
@@ -177,7 +177,8 @@ class Executor:
             self._on_asked(op.replica)
         self._buffers.before_forward(op, self._stages)
         started = time.monotonic(), self._mark()
-        outputs = self._stages[op.replica, op.stage].forward(self._step, op.microbatch, given, wanted)
+        with named(op):
+            outputs = self._stages[op.replica, op.stage].forward(self._step, op.microbatch, given, wanted)
         self._finish(op, started)
         self._buffers.after_forward(op, self._stages)
         if op.stage < self._last:
@@ -186,6 +187,12 @@ class Executor:
             self._found(op.microbatch, outputs)
         else:
             self._foreign.keep(op, outputs)
+
+    def _sent(self, op: Op) -> tuple[Tensor, ...]:
+        """Return what a send carries away."""
+        if op.kind is Kind.SEND_W:
+            return self._stages[op.replica, op.stage].hand_over()
+        return self._values.pop(_made_by(Kind.F if op.kind is Kind.SEND_F else Kind.I, op, op.stage))
 
     def _weight_grad(self, op: Op, at: float) -> None:
         """Run W, or the W of a B. An emulated device computes its gradients one after the other too."""

@@ -23,10 +23,14 @@ def test_a_profile_has_the_ops_of_each_stage(sees_all: bool, tmp_path: Path, mon
     runpy.run_path("train.py")
     events = json.loads((tmp_path / "profile-0.json").read_text())["traceEvents"]
     products = [event["tid"] for event in events if event.get("name") == "aten::addmm"]
+    ops = [event["name"].removeprefix("adaptra: ") for event in events if event.get("name", "").startswith("adaptra: ")]
     steps = {event["tid"] for event in events if event.get("name") == "Optimizer.step#AdamW.step"}
     assert len(steps) == 1
     if sees_all:
         assert len(products) == 2 * 4 * 4  # steps, microbatches, layers
         assert len(set(products)) == 2 and not steps & set(products)
+        for microbatch in range(4):
+            named = [f"0F{microbatch}", f"0SEND_F{microbatch}", f"1F{microbatch}", f"1SEND_B{microbatch}"]
+            assert [ops.count(one) for one in named] == [2] * 4, "one of each step"
     else:
         assert not products
