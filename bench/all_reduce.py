@@ -21,8 +21,8 @@ import torch.distributed as dist
 from _ranks import run_on_hosts, run_on_ranks, timed
 from _table import Row, parser, print_rows
 
+from adaptra.collectives.rounds import ALGORITHMS
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
-from adaptra.runtime.data_parallel.collectives.rounds import ALGORITHMS
 from adaptra.runtime.transports.process_groups import end_group, new_group
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}

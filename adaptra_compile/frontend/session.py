@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from adaptra.collectives.seconds import SumPlan
 from adaptra.errors import AdaptraError, OptionError, PeerLostError, PipelineError
 from adaptra.frontend.arguments.shared_models import Sharing
 from adaptra.frontend.followed.following import Following
@@ -191,8 +192,9 @@ class Session:
             raise PipelineError("no step has run yet: roles are settled by what steps took")
         (held,) = self._agreed("roles", "settle_roles", lambda: (self._held("roles", optimizer), Consent()))
         with self._called("settle_roles"), self._changing("roles"):
-            case, measured = worker.initial.case, tuple(worker.measured)
-            change = agree_on_roles(job.everyone, roles, self.compiled.train, case, measured, held, horizon)
+            case, measured, reduce = worker.initial.case, tuple(worker.measured), self._spec.options.reduce
+            sums = SumPlan(reduce.algorithm, reduce.bucket)
+            change = agree_on_roles(job.everyone, roles, self.compiled.train, case, measured, held, horizon, sums)
         if change is not None:
             self.take_roles(change.after, optimizer)
             (worker,) = self.workers

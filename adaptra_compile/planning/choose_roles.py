@@ -2,7 +2,7 @@
 
 A step lasts as long as the slowest replica's pipeline plus the slowest averaging of gradients. A slow link hurts the
 averaging in full; between two stages a schedule hides its latency. To compare assignments of ranks to roles, we plan for each
-of their pipelines. Then we add the time of the averaging on a ring of the ranks that have copies of the same stages.
+of their pipelines. Then we add what the rounds of the averaging take among the ranks that have copies of the same stages.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import Final
 
+from adaptra.collectives.seconds import DIRECT, SumPlan
 from adaptra.errors import CaseError
 from adaptra.planning.layout_change import RoleChange
 from adaptra.planning.limitation import EFFORT
@@ -32,12 +33,10 @@ class StageLoad:
 
     Attributes:
         gradient_bytes: Bytes of gradients averaged with the other replicas after every step.
-        gradients: The number of gradient tensors.
         state_bytes: Bytes that move with the role: parameters, buffers and the optimizer's state.
     """
 
     gradient_bytes: int
-    gradients: int
     state_bytes: int
 
 
@@ -53,6 +52,7 @@ class JobModel:
         links: The link of every pair of ranks. A pair's smaller rank comes first.
         restart: Seconds that a change costs in addition to moving state.
         placement: The rank of each stage within its pipeline; stage i on rank i if empty.
+        sums: How gradients are added up.
     """
 
     cost: CostModel
@@ -62,6 +62,7 @@ class JobModel:
     links: Mapping[tuple[int, int], Link]
     restart: float = 0.0
     placement: tuple[int, ...] = ()
+    sums: SumPlan = DIRECT
 
     def link(self, one: int, other: int) -> Link:
         """Return the link between two ranks.
@@ -91,15 +92,10 @@ class JobModel:
         return Case(cost, self.microbatches, placement, "roles")
 
     def averaging(self, place: int, ranks: Sequence[int]) -> float:
-        """Return the seconds that averaging takes on a ring of these ranks: the gradients of a pipeline's rank ``place``.
-
-        Each tensor is reduced and then gathered, in one pass around the ring each. Every link carries one part of the tensor
-        at a time. The slowest link sets the time of a round.
-        """
-        count, load = len(ranks), self.loads[place]
-        ring = [self.link(*pair) for pair in zip(ranks, (*ranks[1:], ranks[0]), strict=True)] if count > 1 else []
-        rounds = [load.gradients * link.latency + load.gradient_bytes / count * link.per_byte for link in ring]
-        return 2 * (count - 1) * max(rounds, default=0.0)
+        """Return the seconds that these ranks take to average the gradients of a pipeline's rank ``place``."""
+        return self.sums.seconds(
+            self.loads[place].gradient_bytes, len(ranks), lambda one, other: self.link(ranks[one], ranks[other])
+        )
 
     def moving(self, before: Roles, after: Roles) -> float:
         """Return the seconds that a change of roles takes: the slowest transfer of state plus the restart."""

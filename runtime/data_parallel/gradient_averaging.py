@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from adaptra.collectives.buckets import best_bucket_bytes, bucket_bytes
+from adaptra.collectives.rounds import Algorithm
+from adaptra.collectives.seconds import slowest
 from adaptra.errors import PeerLostError
 from adaptra.program.roles import Roles
-from adaptra.runtime.data_parallel.collectives.buckets import best_bucket_bytes, bucket_bytes
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
-from adaptra.runtime.data_parallel.collectives.rounds import Algorithm
 from adaptra.runtime.transports.link_probe import measure_links
 from adaptra.runtime.transports.process_groups import broken_peer, end_gloo_waits
-from adaptra.simulation.links import Link
 
 MEASURED_ROUNDS: Final = 3
 """The number of other replicas to which each one measures its link. So many replicas start no later than few."""
@@ -97,8 +97,7 @@ class Replicas:
             return bucket_bytes(self._count)
         with self._naming_the_lost():
             links = measure_links(self._aside, MEASURED_ROUNDS).values()
-        slowest = Link(max(one.latency for one in links), max(one.per_byte for one in links))
-        return best_bucket_bytes(nbytes, self._count, slowest)
+        return best_bucket_bytes(nbytes, self._count, slowest([*links]))
 
     def combine_gradients(
         self, parameters: Sequence[Tensor], *, mean: bool = True, wait: Callable[[int], None] | None = None

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import torch
 
 from adaptra.checks import is_whole, require_word
+from adaptra.collectives.rounds import ALGORITHMS
 from adaptra.errors import OptionError
 from adaptra.known_keywords import known_keywords
-from adaptra.runtime.data_parallel.collectives.rounds import ALGORITHMS
 
 
 @known_keywords

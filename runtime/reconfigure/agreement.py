@@ -11,6 +11,7 @@ from typing import Final
 import torch
 from torch.distributed import ProcessGroup
 
+from adaptra.collectives.seconds import SumPlan
 from adaptra.graph.ops.specs import tensor_bytes
 from adaptra.graph.stages.stages import TrainStage
 from adaptra.planning.choose_roles import JobModel, StageLoad, choose_roles
@@ -36,6 +37,7 @@ def agree_on_roles(
     measured: Sequence[StageMeasurement],
     held: Handover,
     horizon: int,
+    sums: SumPlan,
 ) -> RoleChange | None:
     """Choose a role change that saves time, the same on every rank. All ranks of the job call it.
 
@@ -47,6 +49,7 @@ def agree_on_roles(
         measured: The measurements of this rank's stages in the last steps.
         held: The state that this rank would hand over.
         horizon: The number of steps over which a change must pay.
+        sums: How gradients are added up.
 
     Returns:
         The change, or None if none pays.
@@ -59,8 +62,8 @@ def agree_on_roles(
     took = torch.zeros(group.size(), len(stages), 3, dtype=torch.float64)
     for stage in stages_of(place, case.placement):
         took[rank, stage] = torch.tensor(_durations(case, stage, [one for one in measured if one.stage == stage]))
-    sizes = torch.zeros(group.size(), 3, dtype=torch.float64)
-    sizes[rank] = torch.tensor([sum(map(tensor_bytes, trained)), len(trained), held.nbytes])
+    sizes = torch.zeros(group.size(), 2, dtype=torch.float64)
+    sizes[rank] = torch.tensor([sum(map(tensor_bytes, trained)), held.nbytes])
     for facts in (took, sizes):
         group.allreduce([facts]).wait()
     links = measure_links(group)
@@ -71,7 +74,7 @@ def agree_on_roles(
         messages = [(one.output_bytes, other.grad_input_bytes) for one, other in pairwise(stages)]
         columns = [sizes[list(roles.column(one))].amax(0).tolist() for one in range(roles.stages)]
         loads = [StageLoad(*map(int, found)) for found in columns]
-        job = JobModel(cost, case.microbatches, messages, loads, links, RESTART_SECONDS, case.placement)
+        job = JobModel(cost, case.microbatches, messages, loads, links, RESTART_SECONDS, case.placement, sums)
         change = choose_roles(job, roles, horizon)
         if change is not None:
             chosen = torch.tensor([change.seconds_before, change.seconds_after, change.moving, *change.after.ranks])

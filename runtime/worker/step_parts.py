@@ -9,13 +9,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from adaptra.collectives.rounds import ALGORITHMS
 from adaptra.errors import BatchError
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Program
 from adaptra.program.placement import Edge, stages_of
 from adaptra.program.routing import Routing
-from adaptra.runtime.data_parallel.collectives.rounds import ALGORITHMS
 from adaptra.runtime.data_parallel.equal_numbers import BITS, are_equal, bits_of, mean_number
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.data_parallel.gradient_sum import GradientSum

@@ -13,7 +13,7 @@ from rooms import IMPORTS, MODULES, room_of
 
 FLOORS = """
     errors checks sizes progress moved renamed known_keywords json_files unlike_numbers profiled
-    program simulation equations
+    program simulation equations collectives
     graph.ops graph.effects graph.capture graph.partition graph.stages graph.backward graph
     passes planning planning.replicas
     runtime.control_store runtime.transports runtime.transports.c10d runtime.transports.delegate
@@ -26,7 +26,7 @@ FLOORS = """
 """The rooms from the ground up, and the files that stand in no room. A room imports from those before it only."""
 
 WITHOUT_TORCH = """
-    program simulation equations passes planning planning.replicas
+    program simulation equations collectives passes planning planning.replicas
     runtime.rdma runtime.detection runtime.membership runtime.telemetry
     report cli
 """.split()

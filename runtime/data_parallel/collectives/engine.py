@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adaptra.runtime.data_parallel.collectives.buckets import bucket_bytes, make_buckets
+from adaptra.collectives.buckets import bucket_bytes, make_buckets
+from adaptra.collectives.rounds import Algorithm, TermMessage, direct
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
-from adaptra.runtime.data_parallel.collectives.rounds import Algorithm, TermMessage, direct
 from adaptra.runtime.data_parallel.collectives.terms import Terms
 
 _Flying = tuple[TermMessage, Tensor, dist.Work | None]

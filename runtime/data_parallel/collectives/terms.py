@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from adaptra.runtime.data_parallel.collectives.buckets import Bucket, TensorRange, part_of
+from adaptra.collectives.buckets import Bucket, TensorRange, part_of
+from adaptra.collectives.rounds import Value
 from adaptra.runtime.data_parallel.collectives.fold import fold
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
-from adaptra.runtime.data_parallel.collectives.rounds import Value
 
 
 class Terms:

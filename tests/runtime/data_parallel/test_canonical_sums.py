@@ -18,8 +18,7 @@ from torch.nn import functional
 from training import adam, call, compiled, loss_of, microbatches_of
 
 import adaptra
-from adaptra.graph.ops.random_state import RandomKey, reference_randomness
-from adaptra.runtime.data_parallel.collectives.buckets import (
+from adaptra.collectives.buckets import (
     LEAST_BYTES,
     MESSAGE_BYTES,
     TensorRange,
@@ -28,9 +27,7 @@ from adaptra.runtime.data_parallel.collectives.buckets import (
     make_buckets,
     part_of,
 )
-from adaptra.runtime.data_parallel.collectives.engine import GroupSum
-from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
-from adaptra.runtime.data_parallel.collectives.rounds import (
+from adaptra.collectives.rounds import (
     ALGORITHMS,
     Algorithm,
     TermMessage,
@@ -38,6 +35,9 @@ from adaptra.runtime.data_parallel.collectives.rounds import (
     check_rounds,
     direct,
 )
+from adaptra.graph.ops.random_state import RandomKey, reference_randomness
+from adaptra.runtime.data_parallel.collectives.engine import GroupSum
+from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
 from adaptra.runtime.data_parallel.collectives.terms import Terms
 from adaptra.simulation.links import Link
 

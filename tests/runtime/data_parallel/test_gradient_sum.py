@@ -13,10 +13,10 @@ import torch.distributed as dist
 from processes import run_processes
 from torch import Tensor
 
+from adaptra.collectives.buckets import LEAST_BYTES
+from adaptra.collectives.rounds import direct
 from adaptra.errors import PeerLostError
 from adaptra.program.roles import Roles
-from adaptra.runtime.data_parallel.collectives.buckets import LEAST_BYTES
-from adaptra.runtime.data_parallel.collectives.rounds import direct
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.data_parallel.gradient_sum import GradientSum
 

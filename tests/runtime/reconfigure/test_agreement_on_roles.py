@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from training import MIXED
 
+from adaptra.collectives.seconds import DIRECT
 from adaptra.graph import compile_stages
 from adaptra.graph.estimated_cost import estimated_cost
 from adaptra.planning.layout_change import RoleChange
@@ -24,8 +25,8 @@ from adaptra.simulation.cost import Case
 
 RANKS, ROWS = 4, 4
 
-HORIZON = 5
-"""Steps that must repay the second that a change takes: slow links cost more in two steps, busy threads less in five."""
+HORIZON = 4
+"""Steps that must repay a change, over a second and a half. Narrow links cost that in three steps, busy threads not in four."""
 
 
 class Slow:
@@ -39,7 +40,7 @@ class Slow:
 
     def send(self, tensors: list[Tensor], destination: int, tag: int) -> dist.Work:
         if {self._group.rank(), destination} in self._pairs:
-            time.sleep(0.05)
+            time.sleep(0.01 + 5e-8 * tensors[0].nbytes)
         return self._group.send(tensors, destination, tag)
 
 
@@ -53,11 +54,11 @@ def test_all_ranks_make_the_change_that_wins(pairs: Collection[set[int]], placem
 
     def agree(rank: int) -> RoleChange | None:
         group: Any = Slow(dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=30)), pairs)
-        # Each is a message of its own for the replicas, so a slow link costs a step over a second.
-        state = {f"weight {number}": nn.Parameter(torch.ones(8, 8)) for number in range(12)}
+        # A narrow link costs their sum over half a second.
+        state = {f"weight {number}": nn.Parameter(torch.ones(512, 512)) for number in range(12)}
         held = gather_state(state, torch.optim.SGD(state.values()))
         measured = [StageMeasurement(stage, 0.02, 0.02, 0.02, None) for stage in stages_of(rank % 2, placement)]
-        return agree_on_roles(group, Roles.initial(RANKS, 2), compiled.train, case, measured, held, HORIZON)
+        return agree_on_roles(group, Roles.initial(RANKS, 2), compiled.train, case, measured, held, HORIZON, DIRECT)
 
     with ThreadPoolExecutor(RANKS) as threads:
         changes = list(threads.map(agree, range(RANKS)))
