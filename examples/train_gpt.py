@@ -220,7 +220,7 @@ def main() -> int:
     named = [(titles[phase], timelines[phase]) for phase in titles]
     source, destination = SLOW_EDGE
     slow_edges = [(source, destination), (destination, source)]
-    title = f"One training step, measured; every op sleeps to {arguments.op_ms:g} ms, marked is the link made slow later"
+    title = f"One training step, measured; every op sleeps until {arguments.op_ms:g} ms have passed"
     for suffix in ("svg", "png"):
         draw(named, arguments.output / f"timeline.{suffix}", slow_edges=slow_edges, title=title)
     write_trace(named, arguments.output / "trace.json")

@@ -31,8 +31,8 @@ _SWEEP: Final = (
     "(default 13) and names=NAME,… (those of --compare, adapted, and kept: the plan for the smallest delay)"
 )
 _SLOW: Final = (
-    "mark messages from stage A to its neighbour B in the picture; repeatable. Without it, directed edges that take "
-    "more than twice the time of the median edge are marked"
+    "mark messages from stage A to its neighbour B in the picture, in a measured step only where they were slow; repeatable. "
+    "Without it, directed edges that take more than twice the time of the median edge are marked"
 )
 
 

@@ -43,16 +43,17 @@ from adaptra.program.roles import Roles
 from adaptra.program.routing import Route, Routing
 from adaptra.report import drawing, perfetto, picture, step_picture
 from adaptra.report.files import check_suffix
-from adaptra.report.stage_table import MeasuredStep, measured_lines, stage_table
+from adaptra.report.stage_table import PADDED, MeasuredStep, measured_lines, stage_table
 from adaptra.runtime.control.events import ControlEvent
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.detection.reduces import StageReduce
 from adaptra.runtime.options import Options
 from adaptra.runtime.worker.batch import require_no_gradient
 from adaptra.runtime.worker.worker import Worker
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.period import alike_case, simulate_alike
 from adaptra.simulation.simulate import simulate
-from adaptra.simulation.standing_out import slow_edges_of
+from adaptra.simulation.standing_out import slow_edges_of, slow_in
 from adaptra.simulation.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -665,8 +666,11 @@ class Pipeline(ModuleMethods):
 
     @property
     def slow_edges(self) -> tuple[tuple[int, int], ...]:
-        """The directed edges (sending stage, receiving stage) on which the plan expects a message to take over F / 10."""
-        cost = self.plan.case.cost
+        """The directed edges (sending stage, receiving stage) on which a message takes over F / 10.
+
+        On the rank of the first stage that is by the times measured last. Other ranks know those for which the plan was made.
+        """
+        cost = self._known_cost
         limit = sum(cost.forward) / cost.stages / 10
         edges = range(cost.stages - 1)
         forward = [(i, i + 1) for i in edges if cost.latency_forward[i] + cost.occupancy_forward[i] > limit]
@@ -705,10 +709,14 @@ class Pipeline(ModuleMethods):
         measured = "".join(f"last measured REDUCE, {one}\n" for one in self.reduces)
         return self._explain_plan(equations) + alone + measured
 
-    def _explain_plan(self, equations: bool) -> str:
-        plan, bandwidth = self.plan, self._require().bandwidth
+    @property
+    def _known_cost(self) -> CostModel:
+        """The costs measured last where they are known, else those for which the plan was made."""
         measured = self._require().workers[0].controller.measured_cost
-        cost = plan.case.cost if measured is None else measured
+        return self.plan.case.cost if measured is None else measured
+
+    def _explain_plan(self, equations: bool) -> str:
+        plan, bandwidth, cost = self.plan, self._require().bandwidth, self._known_cost
         what = "for which it was made" if cost == plan.case.cost else "measured last, which differ from those it was made for"
         which = f"plan {plan.version}, in the times {what}\n"
         if plan.program.routing is not None:
@@ -756,7 +764,8 @@ class Pipeline(ModuleMethods):
         """
         worker = self._require().workers[0]
         estimated, measured = worker.initial.case.cost, worker.controller.measured_cost
-        return self._stage_table() + measured_lines(self.last_step, self.replicas, estimated, measured)
+        padded = self._require().has_padded_ops
+        return self._stage_table() + measured_lines(self.last_step, self.replicas, estimated, measured, padded=padded)
 
     def _stage_table(self) -> str:
         session = self._require()
@@ -791,7 +800,7 @@ class Pipeline(ModuleMethods):
     def save_trace(self, path: str | Path) -> None:
         """Write the measured last step as a trace for Perfetto (.json) or a picture (.svg, .png).
 
-        Slow edges are marked: :attr:`slow_edges`, and edges that were unusually slow in this step.
+        Edges are marked whose messages were slow in this step: over F / 10, and in :attr:`slow_edges` or over twice the usual.
 
         With several replicas it shows the whole job: a row for each worker, and microbatches in the colour of their home.
 
@@ -805,8 +814,8 @@ class Pipeline(ModuleMethods):
         timeline = self._timeline("save_trace")
         if timeline is None:
             return
-        slow = {*self.slow_edges, *slow_edges_of(timeline)}
-        named = [(f"step under plan {self.plan.version}", timeline)]
+        slow = slow_in(timeline, self.slow_edges) | {*slow_edges_of(timeline)}
+        named = [(f"step under plan {self.plan.version}{f'; {PADDED}' if self.session.has_padded_ops else ''}", timeline)]
         if suffix == ".json":
             perfetto.write(named, path, slow)
         elif timeline.program.routing is not None:

@@ -144,6 +144,12 @@ class Session:
         return self._planned.compiled
 
     @property
+    def has_padded_ops(self) -> bool:
+        """Whether ops sleep: on emulated devices, or by faults that slow workers."""
+        options = self._spec.options
+        return options.emulate is not None or any(one.split()[:1] == ["slow"] for one in options.faults)
+
+    @property
     def bandwidth(self) -> BandwidthOptions:
         """The remedies available against edges whose bandwidth limits the step."""
         return self._planned.bandwidth

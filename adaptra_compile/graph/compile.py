@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -16,7 +17,7 @@ from adaptra.graph.backward.outputs_beside import OutputsBeside
 from adaptra.graph.capture.batch import InputFormat, LossFunction, OutputFormat, TargetFormat
 from adaptra.graph.capture.capture import FlatGraph, StateNames, list_eager_ops
 from adaptra.graph.capture.eager_ops import EagerOp
-from adaptra.graph.capture.op_signature import Signature, sum_of
+from adaptra.graph.capture.op_signature import Signature, shown, sum_of
 from adaptra.graph.capture.ops_comparison import OpsDifference, compare_ops
 from adaptra.graph.microbatch import Microbatch
 from adaptra.graph.modes import as_for_training
@@ -351,7 +352,16 @@ def _difference(made: Captured, compiled: CompiledStages, eager: Sequence[EagerO
         sums[sum_of(parameters[tied.name])] += max(0, len(tied.order) - 1)
     again = made.stages > 1 or any(region_of(node) is not None for node in made.analysis.nodes)
     graphs = [graph for stage in compiled.train for graph in stage.graphs]
-    return compare_ops(eager, graphs, again=again, dense=made.stages > 1, elsewhere=sums)
+    found = compare_ops(eager, graphs, again=again, dense=made.stages > 1, elsewhere=sums)
+    for tied in compiled.tied if found is not None and not found.where else ():
+        if found is not None and any(found.eager == shown(sum_of(parameters[tied.name].to(one))) for one in _CAST_TO):
+            stages = " and ".join(map(str, tied.stages))
+            found = replace(found, where=f"the gradient of {tied.name}, which stages {stages} each cast for themselves")
+    return found
+
+
+_CAST_TO: Final = (torch.bfloat16, torch.float16)
+"""The precisions of autocast, which casts a parameter once for the whole model and so sums its gradients in that precision."""
 
 
 def _holders(names: StateNames, graphs: Sequence[tuple[FlatGraph, Sequence[Piece]]], stages: int) -> dict[str, tuple[int, ...]]:

@@ -97,8 +97,8 @@ class _InnerGraph(nn.Module):
                 self._compiled = lookup_backend(self.inner)(self._graph, examples)
         return self._compiled
 
-    def forward(self, *values: Tensor) -> Sequence[Tensor]:
-        """Run it."""
+    def __call__(self, *values: Tensor) -> Sequence[Tensor]:
+        """Run it, without the hooks of all modules, which are for the user's."""
         return (self._compiled or self.prepare())(*values)
 
 

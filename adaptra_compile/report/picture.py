@@ -30,6 +30,7 @@ from adaptra.report.drawing import (
 )
 from adaptra.report.files import check_suffix
 from adaptra.report.text import bubble_ratio, duration, origin, percent
+from adaptra.simulation.standing_out import slow_in
 from adaptra.simulation.timeline import MessageInterval, Timeline
 
 if TYPE_CHECKING:
@@ -122,9 +123,10 @@ def legend_of_reduces(panels: Sequence[TimelinePanel]) -> list[Patch]:
 
 @dataclass(frozen=True, slots=True)
 class _Panel(TimelinePanel):
-    """The same of one pipeline, with the wider gaps of slow edges: where each begins and ends, and its label."""
+    """The same of one pipeline, with its slow edges and their wider gaps: where each begins and ends, and its label."""
 
     gaps: tuple[tuple[float, float, str], ...]
+    slow: frozenset[tuple[int, int]]
 
 
 def draw(
@@ -142,7 +144,8 @@ def draw(
     Args:
         timelines: (title, timeline) pairs. Either all have a known unit in seconds or none has.
         path: A file name ending in ``.svg`` or ``.png``. The file is written atomically.
-        slow_edges: (sending stage, receiving stage) pairs to mark.
+        slow_edges: (sending stage, receiving stage) pairs to mark. A measured timeline in which their messages were not slow
+            has no marks: see :func:`.standing_out.slow_in`.
         title: A heading of the whole picture.
 
     Raises:
@@ -151,9 +154,8 @@ def draw(
         MissingExtraError: matplotlib is not installed.
     """
     check_suffix(path, SUFFIXES)
-    slow = frozenset(slow_edges)
-    panels = _panels(timelines, slow)
-    write_figure(path, lambda figure: _compose(figure, panels, slow, title))
+    panels = _panels(timelines, frozenset(slow_edges))
+    write_figure(path, lambda figure: _compose(figure, panels, title))
 
 
 def check_alike(timelines: Sequence[tuple[str, Timeline]]) -> None:
@@ -177,7 +179,7 @@ def _panels(timelines: Sequence[tuple[str, Timeline]], slow: frozenset[tuple[int
     for source, destination in sorted(slow):
         if abs(source - destination) != 1 or not (0 <= source < most and 0 <= destination < most):
             raise ReportError(f"slow edge {source}→{destination}: expected two neighbouring stages of 0..{most - 1}")
-    return [_panel(name, timeline, slow) for name, timeline in timelines]
+    return [_panel(name, timeline, slow_in(timeline, slow)) for name, timeline in timelines]
 
 
 def _panel(name: str, timeline: Timeline, slow: frozenset[tuple[int, int]]) -> _Panel:
@@ -200,19 +202,19 @@ def _panel(name: str, timeline: Timeline, slow: frozenset[tuple[int, int]]) -> _
         if rank in marked:
             gaps.append((place, place + _SLOW_GAP, "slow " + "\n".join(marked[rank])))
         place += _SLOW_GAP if rank in marked else GAP
-    return _Panel(name, timeline, lanes, place, tuple(gaps))
+    return _Panel(name, timeline, lanes, place, tuple(gaps), slow)
 
 
-def _compose(figure: Figure, panels: Sequence[_Panel], slow: frozenset[tuple[int, int]], title: str | None) -> None:
+def _compose(figure: Figure, panels: Sequence[_Panel], title: str | None) -> None:
     lengths = [(i.end - i.start) * p.scale for p in panels for i in p.timeline if i.end > i.start]
     end, heights = max(panel.last for panel in panels), [panel.height for panel in panels]
     microbatches = max(panel.timeline.program.microbatches for panel in panels)
-    sheet = add_panels(figure, heights, lengths, end, _legend(panels, slow), title=title, left=_LEFT, heading=_PANEL_TITLE)
+    sheet = add_panels(figure, heights, lengths, end, _legend(panels), title=title, left=_LEFT, heading=_PANEL_TITLE)
     for panel, here in zip(panels, sheet, strict=True):
         _frame(here.axes, panel, here.last)
         for lane in panel.lanes.values():
             panel.draw_lane(here.axes, lane)
-        _messages(here.axes, panel, slow)
+        _messages(here.axes, panel)
         panel.draw_reduces(here.axes)
         _ops(here.axes, panel, here.points_per_time, number_size(here.narrow, microbatches))
         draw_heading(here.axes, panel.title, panel.timeline, panel.end, None if panel is panels[0] else panels[0].end)
@@ -260,11 +262,11 @@ def _ops(axes: Axes, panel: _Panel, points_per_time: float, size: float) -> None
                 draw_boxes(axes, lane, boxes, points_per_time, size)
 
 
-def _messages(axes: Axes, panel: _Panel, slow: frozenset[tuple[int, int]]) -> None:
+def _messages(axes: Axes, panel: _Panel) -> None:
     from matplotlib.collections import LineCollection
 
-    usual = [panel.line(m) for m in panel.timeline.messages if (m.source, m.destination) not in slow]
-    marked = [panel.line(m) for m in panel.timeline.messages if (m.source, m.destination) in slow]
+    usual = [panel.line(m) for m in panel.timeline.messages if (m.source, m.destination) not in panel.slow]
+    marked = [panel.line(m) for m in panel.timeline.messages if (m.source, m.destination) in panel.slow]
     axes.add_collection(LineCollection(usual, colors=MESSAGE, linewidths=0.7, alpha=0.55, zorder=2), autolim=False)
     for start, end in marked:
         axes.annotate(
@@ -300,7 +302,7 @@ def draw_heading(axes: Axes, title: str, timeline: Timeline, end: float, first: 
     )  # fmt: skip
 
 
-def _legend(panels: Sequence[_Panel], slow: frozenset[tuple[int, int]]) -> list[Patch | Line2D]:
+def _legend(panels: Sequence[_Panel]) -> list[Patch | Line2D]:
     """Return the entries of the legend: only kinds that are in the picture."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -313,7 +315,7 @@ def _legend(panels: Sequence[_Panel], slow: frozenset[tuple[int, int]]) -> list[
     handles += legend_of_reduces(panels)
     if any(panel.timeline.messages for panel in panels):
         handles.append(Line2D([], [], color=MESSAGE, linewidth=0.9, alpha=0.6, label="message"))
-    if slow:
+    if any(panel.slow for panel in panels):
         handles.append(Line2D([], [], color=MESSAGE, linewidth=1.4, marker=">", markersize=5, label="message on a slow edge"))
     if any(panel.timeline.program.ranks < panel.timeline.program.stages for panel in panels):
         handles.append(Patch(facecolor=lighter(COLOURS[Kind.F], 1), label="lighter: the rank's later stages"))

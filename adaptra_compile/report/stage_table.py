@@ -54,7 +54,13 @@ class MeasuredStep:
         return f"step {self.step}: {1e3 * self.seconds:.1f} ms, {self.per_second:,.0f} {self.unit}/s ({counted})"
 
 
-def measured_lines(step: MeasuredStep | None, replicas: int, estimated: CostModel, measured: CostModel | None) -> str:
+PADDED: Final = "ops sleep, as Options(emulate=... or faults=...) asks"
+"""What is said of measured times that are not those of this machine."""
+
+
+def measured_lines(
+    step: MeasuredStep | None, replicas: int, estimated: CostModel, measured: CostModel | None, *, padded: bool = False
+) -> str:
     """Return the lines about what was measured, as they stand below the table of stages.
 
     Args:
@@ -62,10 +68,11 @@ def measured_lines(step: MeasuredStep | None, replicas: int, estimated: CostMode
         replicas: The number of replicas. The batch is that of one.
         estimated: The costs before the first step.
         measured: The costs known now; None where they are not known. Equal costs of a stage are not measured yet.
+        padded: Whether ops sleep, by ``Options(emulate=...)`` or a fault.
     """
     if step is None:
         return "no step of these stages measured yet\n"
-    lines = [str(step) + (f", in one of {replicas} replicas" if replicas > 1 else "")]
+    lines = [str(step) + (f", in one of {replicas} replicas" if replicas > 1 else "") + (f"; {PADDED}" if padded else "")]
     if measured is not None:
         before, now = (list(zip(one.forward, one.input_grad, one.weight_grad, strict=True)) for one in (estimated, measured))
         rows = [
@@ -74,7 +81,10 @@ def measured_lines(step: MeasuredStep | None, replicas: int, estimated: CostMode
             if kinds != before[stage]
         ]
         if rows:
-            lines += ["measured per microbatch:", *_aligned([("stage", "F ms", "I ms", "W ms"), *rows])]
+            lines += [
+                f"measured per microbatch{', sleeping included' if padded else ''}:",
+                *_aligned([("stage", "F ms", "I ms", "W ms"), *rows]),
+            ]
     return "".join(f"{line}\n" for line in lines)
 
 

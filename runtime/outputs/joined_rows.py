@@ -54,10 +54,13 @@ class JoinedRows:
     def joined(self) -> Tensor:
         """Return the output of the whole batch, in memory of its own.
 
-        Rows are in the batch's order. Tensors without dimensions are averaged. If they are integers, the average has torch's
-        default dtype.
+        Rows are in the batch's order. Tensors without dimensions are averaged over the rows, as the loss is: each counts as
+        often as its microbatch has rows. If they are integers, the average has torch's default dtype.
         """
-        return self._whole if self._whole is not None else join(list(self.parts().values()))
+        if self._whole is not None:
+            return self._whole
+        parts = self.parts()
+        return join(list(parts.values()), [self._rows[one] for one in parts] if self._rows else ())
 
     def _begin(self, microbatch: int, part: Tensor) -> None:
         """Make the whole, if the part has as many rows as its microbatch, or a multiple of them."""
@@ -77,13 +80,16 @@ class JoinedRows:
         return whole[start : start + count] if part.dim() and part.shape[0] == count else None
 
 
-def join(parts: Sequence[Tensor]) -> Tensor:
-    """Return the output of all these microbatches; see :meth:`JoinedRows.joined`."""
+def join(parts: Sequence[Tensor], rows: Sequence[int] = ()) -> Tensor:
+    """Return the output of microbatches with these numbers of rows; see :meth:`JoinedRows.joined`. None means equal ones."""
     if parts[0].dim():
         return torch.cat(list(parts))
     stacked = torch.stack(list(parts))
-    exact = stacked.is_floating_point() or stacked.is_complex()
-    return stacked.mean() if exact else stacked.mean(dtype=torch.get_default_dtype())
+    if not (stacked.is_floating_point() or stacked.is_complex()):
+        stacked = stacked.to(torch.get_default_dtype())
+    if len(set(rows)) <= 1:
+        return stacked.mean()
+    return torch.stack([part * (own / sum(rows)) for part, own in zip(stacked.unbind(), rows, strict=True)]).sum()
 
 
 def _empty(shape: Sequence[int], like: Tensor) -> Tensor:

@@ -26,6 +26,8 @@ PAGES = {name: page for name, page in ALL.items() if (page.program or page.files
 def run(command: list[str], folder: Path) -> str:
     """What a command prints, run as somebody would who has adaptra installed."""
     places = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
+    # Unbuffered, a print is two writes, a line and its end, and those of two ranks would mix.
+    places |= {"PYTHONUNBUFFERED": ""}
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, check=False, env=os.environ | places, timeout=150
     )

@@ -734,6 +734,23 @@ def test_the_explanation_is_of_what_was_measured_last(monkeypatch: pytest.Monkey
         assert "symbols, " not in slow and "symbols, " in pipe.explain(equations=True)
 
 
+def test_a_link_is_marked_as_slow_by_what_was_measured_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A plan for a slow link may go on after the link has healed. Nothing says any more that the link is slow."""
+    with compiled(stages=4, options=adaptra.Options(emulate=adaptra.EmulatedDevice(0.02, 0.02, 0.02))) as pipe:
+        controller, plan = pipe.session.workers[0].controller, pipe.plan
+        of_slow = replace(plan, case=replace(plan.case, cost=plan.case.cost.with_latency(1, 2, 0.5)))
+        monkeypatch.setattr(type(pipe), "plan", property(lambda _: of_slow))
+        assert pipe.slow_edges == (), "the times measured last are those of a healthy link"
+        monkeypatch.setattr(type(controller), "measured_cost", property(lambda _: None))
+        assert pipe.slow_edges == ((1, 2),), "a rank that does not know them"
+        pipe.step(X, Y)
+        pipe.save_trace(tmp_path / "step.svg")
+        drawn = (tmp_path / "step.svg").read_text(encoding="utf-8")
+        assert "slow" not in drawn, "no message of this step was late"
+        assert "ops sleep, as Options(emulate=... or faults=...) asks" in drawn
+        assert "; ops sleep, as Options(" in pipe.report().partition("\nstep ")[2]
+
+
 def test_the_report_ends_with_the_measured_time_and_the_tokens_or_samples_per_second() -> None:
     """Tokens are rows times length of whole numbers, of the last step's own shape; floating point inputs count rows."""
     length = 5

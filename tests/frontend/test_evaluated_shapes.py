@@ -169,13 +169,18 @@ def test_a_model_that_returns_its_loss_evaluates_one_row_whatever_was_called_fir
         for rows in (4, 5, 9):
             given = batch(rows)
             outputs, losses = evaluated(plain, given)
-            assert torch.equal(pipe.eval()(*given)["outputs"], outputs), rows
-            assert torch.equal(pipe.eval_step(*given), of_batch(losses, rows)), rows
+            called = pipe.eval()(*given)
+            assert torch.equal(called["outputs"], outputs), rows
+            assert torch.equal(called["loss"], of_batch(losses, rows)), rows
+            assert torch.allclose(called["loss"], F.mse_loss(outputs, given[1]), atol=1e-7), "that of the whole batch"
+            loss, beside = pipe.eval_step(*given, outputs=True)
+            assert torch.equal(loss, called["loss"]) and torch.equal(beside["loss"], loss), rows
+            assert torch.equal(pipe.eval_step(*given), loss), rows
             assert torch.equal(pipe(*given)["outputs"], outputs), rows
             pipe.train()
         pipe.eval()(*batch(12))
         assert torch.equal(pipe.train().step(*batch(12)), train(plain, batch(12)))
-        assert [one.steps for one in pipe.shapes] == [1, 3, 3, 3, 2]
+        assert [one.steps for one in pipe.shapes] == [1, 4, 4, 4, 2]
 
 
 @pytest.mark.parametrize("how", [{"lossy_bf16": True}, {"inner": "aot_eager"}])

@@ -37,10 +37,17 @@ DOCUMENTED = {
 
 
 def merged(parts: list[Any]) -> Any:
-    """What the microbatches' outputs are of the whole batch."""
+    """What the microbatches' outputs are of the whole batch: the mean over rows of what has none."""
+    rows = [next((len(leaf) for leaf in pytree.tree_leaves(one) if leaf.dim()), 1) for one in parts]
     columns = zip(*(pytree.tree_leaves(one) for one in parts), strict=True)
-    leaves = [torch.cat(column) if column[0].dim() else torch.stack(column).mean() for column in columns]
+    leaves = [torch.cat(column) if column[0].dim() else mean_over(rows, column) for column in columns]
     return pytree.tree_unflatten([one.detach() for one in leaves], pytree.tree_structure(parts[0]))
+
+
+def mean_over(rows: list[int], column: Any) -> Tensor:
+    if len(set(rows)) == 1:
+        return torch.stack(column).mean()
+    return torch.stack([one * (count / sum(rows)) for one, count in zip(column, rows, strict=True)]).sum()
 
 
 def same(one: Any, other: Any) -> bool:

@@ -167,6 +167,15 @@ def test_both_directions_of_a_slow_link_share_one_mark(tmp_path: Path) -> None:
     assert "slow 0⇄1" in texts(tmp_path / "t.svg")
 
 
+def test_a_measured_panel_marks_an_edge_only_where_its_messages_were_slow(tmp_path: Path) -> None:
+    """F takes 2."""
+    healthy, slow = (two_ranks(delay, Source.MEASURED, 1e-3) for delay in (0.1, 4.0))
+    draw([("healthy", healthy), ("slow link", slow)], tmp_path / "both.svg", slow_edges=[(1, 0), (0, 1)])
+    assert texts(tmp_path / "both.svg").count("slow 0⇄1") == 1
+    draw([("healthy", healthy)], tmp_path / "healthy.svg", slow_edges=[(1, 0), (0, 1)])
+    assert not [one for one in texts(tmp_path / "healthy.svg") if "slow" in one]
+
+
 def test_later_stages_of_a_rank_are_lighter_and_named_in_the_legend(tmp_path: Path) -> None:
     text = "schedule v placement=0,0 microbatches=1\n0: 0F0 1F0\n"
     draw([("v", timeline(text, [[(0.0, 1.0), (1.0, 2.0)]]))], tmp_path / "v.svg")

@@ -26,7 +26,7 @@ from adaptra.graph.capture.as_eager import as_eager
 from adaptra.graph.capture.batch import InputFormat, LossFunction, OutputFormat, TargetFormat, loss_of
 from adaptra.graph.capture.collectives import refuse_collectives, refusing_collectives
 from adaptra.graph.capture.eager_ops import EagerOp, eager_ops
-from adaptra.graph.capture.hooks import refusing_tensor_hooks
+from adaptra.graph.capture.hooks import hiding_wrappers, refusing_tensor_hooks
 from adaptra.graph.capture.inputs_kept import copy_what_changes
 from adaptra.graph.capture.replaced_buffers import following_replaced_buffers, read_before_replaced, refuse_cumulative_averages
 from adaptra.graph.capture.transforms import refusing_gradients
@@ -157,6 +157,7 @@ def capture(
             numbering_checkpoints(),
             noting_autocast(),
             refusing_tensor_hooks(),
+            hiding_wrappers(),
             refusing_collectives(where, is_captured=True),
         ):
             refuse_cumulative_averages(model.named_modules())
@@ -193,7 +194,7 @@ def list_eager_ops(
         return copy_of(tensor).requires_grad_(tensor.requires_grad and not with_loss)
 
     examples = tuple(map(leaf, inputs)), tuple(map(leaf, targets))
-    with _mode(model, evaluation=False), numbering_checkpoints(), kept(model, loss):
+    with _mode(model, evaluation=False), numbering_checkpoints(), hiding_wrappers(), kept(model, loss):
         return eager_ops(step, state, [_MODEL + name for name in names.trainable], examples, _place_in(model, eager_ops))
 
 

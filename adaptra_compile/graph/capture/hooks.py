@@ -1,4 +1,4 @@
-"""Errors for hooks that a pipeline of graphs can't run. Torch would omit them silently."""
+"""Errors for hooks that a pipeline of graphs can't run, which torch would omit silently; and what others see in a capture."""
 
 # pyright: reportPrivateUsage=false
 # Torch has no other way to ask whether there are hooks.
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from inspect import currentframe
 from threading import get_ident
 from typing import Any, Final
@@ -48,6 +49,33 @@ def refusing_tensor_hooks() -> Generator[None]:
     finally:
         for name, method in before.items():
             setattr(tensor, name, method)
+
+
+@contextmanager
+def hiding_wrappers() -> Generator[None]:
+    """Let hooks of all modules see none of adaptra's or torch.export's within this context.
+
+    They are those of ``register_module_forward_hook`` and ``register_module_forward_pre_hook``.
+    """
+    registered: tuple[Any, ...] = (modules._global_forward_pre_hooks, modules._global_forward_hooks)
+    before = [(hooks, key, getattr(hook, "original", hook)) for hooks in registered for key, hook in hooks.items()]
+    for hooks, key, hook in before:
+        hooks[key] = _OfUsersModules(hook)
+    try:
+        yield
+    finally:
+        for hooks, key, hook in before:
+            if key in hooks:
+                hooks[key] = hook
+
+
+@dataclass(frozen=True, slots=True)
+class _OfUsersModules:
+    original: Callable[..., Any]
+
+    def __call__(self, module: nn.Module, *args: Any) -> Any:
+        is_wrapper = type(module).__module__.startswith(("adaptra.", "torch.export.", "torch._export."))
+        return None if is_wrapper else self.original(module, *args)
 
 
 def _refusing(name: str, method: Callable[..., Any], thread: int) -> Callable[..., Any]:

@@ -22,8 +22,10 @@ class WeightedLoss(nn.Module):
         super().__init__()
         self.loss = loss
 
-    def forward(self, outputs: Any, targets: Any) -> Tensor:
+    def __call__(self, outputs: Any, targets: Any) -> Tensor:
         """Return the sum and its weight, of shape (2,), in float32 or wider. An integer weight is exact up to 2^24.
+
+        Hooks of all modules are not called: they are for the user's.
 
         Raises:
             CaptureError: The loss or the model returned something else.

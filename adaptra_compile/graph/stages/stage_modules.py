@@ -192,8 +192,8 @@ class _CodeOnModule(nn.Module):
         super().__init__()
         self.module = module
 
-    def forward(self, code: Callable[[], Any]) -> Any:
-        return code()
+    def __call__(self, code: Callable[[], Any]) -> Any:
+        return code()  # hooks of all modules are for the user's
 
 
 @dataclass(frozen=True, slots=True)

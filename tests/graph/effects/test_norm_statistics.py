@@ -16,7 +16,6 @@ import adaptra
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "BatchNorm without statistics": lambda: nn.BatchNorm1d(4, track_running_stats=False),
     "InstanceNorm with statistics": lambda: nn.InstanceNorm1d(4, track_running_stats=True),
-    "InstanceNorm, no momentum": lambda: nn.InstanceNorm1d(4, track_running_stats=True, momentum=None),
     "a cumulative average in evaluation mode": lambda: nn.BatchNorm1d(4, momentum=None).eval(),
 }
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import compiled, differences, train, train_alone
 
+import adaptra
 from adaptra.errors import AdaptraError
 
 DOCUMENTED = {
@@ -159,3 +160,27 @@ def test_autocast_around_a_pipeline_is_refused() -> None:
         check_documented(*refusal(lambda: pipe.step(inputs, targets)), DOCUMENTED["step"])
         check_documented(*refusal(lambda: pipe.eval_step(inputs, targets)), DOCUMENTED["step"])
         pipe.step(inputs, targets)
+
+
+class CastTwice(nn.Module):
+    """Two stages use a weight under autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Parameter(torch.ones(4, 4))
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return (self.layers((x @ self.shared).relu()) @ self.shared).float()
+
+
+def test_a_parameter_that_several_stages_cast_is_named() -> None:
+    x = torch.randn(4, 4)
+    with adaptra.compile(CastTwice(), stages=2, microbatches=2, example_inputs=(x, x), loss=nn.functional.mse_loss) as pipe:
+        assert (
+            "other ops than eager torch: the gradient of shared, which stages 0 and 1 each cast for themselves: eager torch "
+            "runs aten.add.Tensor(bfloat16[4, 4], bfloat16[4, 4], alpha=1)"
+        ) in pipe.explain()
+    with adaptra.compile(CastTwice(), stages=1, microbatches=2, example_inputs=(x, x), loss=nn.functional.mse_loss) as pipe:
+        assert "other ops" not in pipe.explain()

@@ -37,7 +37,7 @@ def test_joined_is_what_torch_joins(make: Callable[[int, int], Tensor], rows: tu
     joined = JoinedRows(rows)
     for microbatch in order:
         joined.add(microbatch, parts[microbatch])
-    found, expected = joined.joined(), join(parts)
+    found, expected = joined.joined(), join(parts, rows)
     assert torch.equal(found, expected)
     assert (found.dtype, found.stride()) == (expected.dtype, expected.stride())
     assert all(torch.equal(one, part) for one, part in zip(joined.parts().values(), parts, strict=True))
@@ -55,6 +55,16 @@ def test_parts_in_others_memory_are_copied_before_it_changes() -> None:
     assert scalars.joined().item() == 1.5
     for one in (joined, late):
         assert one.joined()[:, 0].tolist() == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64, torch.complex64])
+def test_what_has_no_rows_is_averaged_over_the_rows_of_its_microbatches(dtype: torch.dtype) -> None:
+    joined = JoinedRows((3, 3, 2))
+    for microbatch, value in enumerate((1, 2, 5)):
+        joined.add(microbatch, torch.tensor(value, dtype=dtype))
+    found = joined.joined()
+    assert found.dtype == (torch.get_default_dtype() if dtype is torch.int64 else dtype)
+    assert found.item() == pytest.approx((3 * 1 + 3 * 2 + 2 * 5) / 8)
 
 
 def test_a_microbatchs_memory_is_not_kept() -> None:
