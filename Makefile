@@ -12,11 +12,10 @@ CXX_SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h')
 CXX_TESTS := $(wildcard tests/cxx/*.cc tests/cxx/*.h tests/links/*.cc tests/links/*.h)
 FUZZ_SECONDS ?= 10
 ONE_PROCESS := not processes and not root and not rdma
-# Those that capture and train models: about half of what all tests of one process take.
-MODEL_TESTS := tests/graph tests/frontend tests/end_to_end
+ON_ALL_CORES := --numprocesses=logical --dist=worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test lint types docs cxx unit models checks beside_models processes rdma versions gpu bench clean
+.PHONY: help setup demo check test lint types docs cxx unit checks beside_unit processes rdma versions gpu bench clean
 
 help: ## name every target
 	@sed -nE 's/^([a-z_]+):[^#]*## (.*)$$/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -70,14 +69,14 @@ cxx: $(READY) ## the tests in C++ under sanitizers, and the fuzzer
 		build/cxx-address/delegate_fuzz $(FUZZ_SECONDS) tests/cxx/corpus; \
 	fi
 
-unit: $(READY) ## the tests of one process, but for those of models
-	$(BIN)/pytest -m "$(ONE_PROCESS)" $(addprefix --ignore=,$(MODEL_TESTS))
+# Each test has one core: threads of torch wait for each other at the cost of the tests beside them.
+unit: $(READY) ## the tests of one process, on all cores
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "$(ONE_PROCESS)" $(ON_ALL_CORES)
 
-models: $(READY) ## the tests of one process that capture and train models
-	$(BIN)/pytest -m "$(ONE_PROCESS)" $(MODEL_TESTS)
-
+# A test of several processes waits for messages half of the time, so two of them run at a time. Then those run that measure times.
 processes: $(READY) ## the tests that start several processes
-	$(BIN)/pytest -m "(processes or root) and not rdma"
+	$(BIN)/pytest -m "processes and not (root or rdma or alone)" -n 2 --dist=worksteal
+	$(BIN)/pytest -m "(root or alone) and not rdma"
 
 rdma: $(READY) ## the tests that boot the lab of RDMA devices
 	$(BIN)/pytest -m rdma --lab-kernel=$(LAB_KERNEL)
@@ -85,13 +84,13 @@ rdma: $(READY) ## the tests that boot the lab of RDMA devices
 checks: $(READY) ## lint, types, docs, cxx
 	$(MAKE) --jobs=1 lint types docs cxx
 
-# One core each: the tests of models take as long as all else of one process. Processes have the machine to themselves after that.
+# Processes have the machine to themselves, after all else.
 test: $(READY) ## everything that can fail here: lint, types, docs, C++ and all tests
-	$(MAKE) --jobs=2 --output-sync=target models beside_models
+	$(MAKE) --jobs=2 --output-sync=target unit beside_unit
 	$(MAKE) --jobs=1 processes
 
-beside_models: $(READY) ## what runs beside the tests of models: checks, unit, rdma
-	$(MAKE) --jobs=1 checks unit rdma
+beside_unit: $(READY) ## what runs beside the tests of one process: checks, rdma
+	$(MAKE) --jobs=1 checks rdma
 
 # With every Python that there is and torch from 2.11 to 2.15. It takes hours, and 6 GB for one environment at a time.
 versions: $(READY) ## unit tests and the demo with Python 3.11 to 3.13 and torch 2.11 to 2.15: a table

@@ -10,6 +10,7 @@ from commands import run_command, under_torchrun
 from paths import EXAMPLES
 
 
+@pytest.mark.alone
 @pytest.mark.processes
 def test_a_gpt_trains_through_a_link_that_turns_slow(tmp_path: Path) -> None:
     """The demo, shortened: it adapts, every loss and weight is bitwise that of one process, pictures and trace are there."""

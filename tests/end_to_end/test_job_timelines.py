@@ -22,7 +22,7 @@ from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.timeline import Timeline
 from adaptra.simulation.worker_steps import paces, worker_steps
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.alone]
 
 REPLICAS, STAGES, MICROBATCHES, ROWS = 2, 3, 4, 8
 FIRST, SECOND = (0, 1, 2), (3, 4, 5)

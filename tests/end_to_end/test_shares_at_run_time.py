@@ -12,7 +12,7 @@ from processes import run_processes
 
 from adaptra.runtime.control.events import ControlEvent, EventKind
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.alone]
 
 ROWS, MICROBATCHES = 8, 4
 STEPS, ONSET, HEALED = 28, 8, 18

@@ -10,7 +10,7 @@ import pytest
 from errors_table import check_documented
 from processes import run_processes
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.alone]
 
 ROWS, STEPS = 8, 7
 SLOW, LATE, FROZEN = 0.05, 0.15, 3.0

@@ -11,7 +11,7 @@ import pytest
 from paths import SUPPORT
 
 MODELS = ["GPT-2", "Llama", "T5", "U-Net"]
-"""Plain attention, grouped heads, two inputs, and convolutions; all others run by ``make models`` under the same variable."""
+"""Plain attention, grouped heads, two inputs, and convolutions; all others run by ``make unit`` under the same variable."""
 
 SCRIPT = """
 import json, sys

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import adaptra
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.alone]
 
 RANKS, MICROBATCHES, ROWS = 3, 4, 12
 LIMIT = 1000

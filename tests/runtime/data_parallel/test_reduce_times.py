@@ -89,6 +89,7 @@ def train_with_calls_between(rank: int) -> list[tuple[int, bool]]:
     return [(one.reduce.step, one.reduce.exposed is not None) for one in measured if one.reduce is not None]
 
 
+@pytest.mark.alone
 @pytest.mark.processes
 def test_calls_in_which_ranks_wait_for_each_other_leave_the_parts_unknown() -> None:
     known = [True, False, True, False, False, False, True]
@@ -96,6 +97,7 @@ def test_calls_in_which_ranks_wait_for_each_other_leave_the_parts_unknown() -> N
         assert found == list(enumerate(known))
 
 
+@pytest.mark.alone
 @pytest.mark.processes
 def test_a_job_tells_what_delays_the_next_step(tmp_path: Path) -> None:
     results = run_processes(train, 2 * STAGES, str(tmp_path))

@@ -16,7 +16,7 @@ from processes import run_processes
 from adaptra.runtime.control.events import ControlEvent, EventKind
 from adaptra.runtime.control.plan_log import Agreement
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.alone]
 
 STEPS_TO_SWITCH = 3
 """Two steps show that the change is no outlier, and of a third the log has said already how it runs."""

@@ -14,7 +14,7 @@ from processes import run_processes
 
 Trained = tuple[list[str], dict[str, int], list[tuple[Any, ...]], int]
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.alone]
 
 FAILURES, MOST_STEPS = 200, 2000
 

@@ -17,7 +17,7 @@ from stranger import hello, proof, read
 from adaptra import _C
 from adaptra.runtime.transports.base import ChannelClass
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.alone]
 SIZE = 100_000
 PRELUDE = f"""
 import os, resource, sys

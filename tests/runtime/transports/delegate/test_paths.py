@@ -20,7 +20,7 @@ import adaptra
 Failed = tuple[str, str, tuple[int, int] | None, str | None]
 """An error's class, text, edge and op."""
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.alone]
 
 DOCUMENTED = {
     "not mine": "addresses: can't listen on …: …: expected numeric addresses of this rank's host",
