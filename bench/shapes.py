@@ -5,7 +5,7 @@ step of another shape. Beside them are steps of the same batch under a pipeline 
 last row is the memory of rank 0 at the end, beside that after the last new shape.
 
 ``--random N`` measures one process instead, which trains a small GPT-2 on N lengths in random order. Its rows show the time of
-all compilations, in captures of one length, and then steps of mixed lengths beside those of a pipeline of one length.
+all compilations, in captures of one length. Then come steps of mixed lengths beside those of a pipeline of one length.
 """
 
 from __future__ import annotations
