@@ -61,7 +61,7 @@ class CompiledStages:
 
     Attributes:
         train: The training stages; none if the stages only evaluate.
-        eval: The same stages in evaluation mode, forward only.
+        eval: The same stages in evaluation mode, forward only; none if the stages only train.
         tied: The trainable parameters that several stages use.
         names: Every name of the model's state, aliases included, to the stages that have it.
         aliases: Every name of the model's state to its name in stages.
@@ -72,8 +72,8 @@ class CompiledStages:
         outputs: The format that assembles the model's outputs in evaluation mode.
         outputs_in_training: The same in training mode.
         cut_points: The cut points of the stages, and the other possible cut points.
-        captured: The captured model from which they were cut, or None if the stages are modules or only evaluate.
-        evaluated: The captured graph of stages that only evaluate, or None.
+        captured: The captured model from which they were cut, or None if the stages are modules. Of stages that only train or
+            only evaluate, the graph that they lack is that of the stages to which they are alike.
     """
 
     train: tuple[TrainStage, ...]
@@ -90,12 +90,16 @@ class CompiledStages:
     outputs_in_training: OutputFormat
     cut_points: CutPoints
     captured: Captured | None = None
-    evaluated: FlatGraph | None = None
 
     @property
     def trains(self) -> bool:
         """Whether there are training stages."""
         return bool(self.train)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are evaluation stages."""
+        return bool(self.eval)
 
     @property
     def difference(self) -> OpsDifference | None:
@@ -108,8 +112,21 @@ class CompiledStages:
 
     @property
     def with_loss(self) -> bool:
-        """Whether the last stage returns a loss and not the model's outputs."""
-        return bool(self.eval[-1].loss)
+        """Whether the last stage returns a loss and not the model's outputs. Stages that only train do."""
+        return not self.eval or bool(self.eval[-1].loss)
+
+    def with_evaluation_of(self, other: CompiledStages) -> CompiledStages:
+        """Return these stages with the evaluation stages of others, which were compiled for the same shape of microbatch."""
+        assert self.captured is not None and other.captured is not None, "stages given as modules have one shape"
+        inputs, targets, _, outputs = self.captured.formats
+        captured = replace(
+            self.captured,
+            eval_flat=other.captured.eval_flat,
+            eval_analysis=other.captured.eval_analysis,
+            eval_cuts=other.captured.eval_cuts,
+            formats=(inputs, targets, other.outputs, outputs),
+        )
+        return replace(self, eval=other.eval, outputs=other.outputs, captured=captured)
 
     def positions_in(self, flat: FlatGraph, analysis: Analysis, cuts: Cuts) -> tuple[int, ...]:
         """Return where to cut the graph of another shape of microbatch, so that its stages have the same state as these.
@@ -302,10 +319,7 @@ def compile_stages(
     one = Microbatch.of(model, args, kwargs, targets, loss, with_loss=with_loss)
     flat, analysis, trained = one.captured(evaluation=False, changed=frozenset())
     progress("captured", 1, 2)
-    if not any(analysis.values[node].requires_grad for node in flat.results):
-        raise CaptureError(
-            "the loss depends on no trainable parameter: expected one at least; requires_grad_(True) makes a parameter one"
-        )
+    require_trained(flat, analysis)
     cuts = find_cuts(flat, analysis)
     if like is not None:
         positions = like.positions_in(flat, analysis, cuts)
@@ -342,6 +356,32 @@ def compile_stages(
         failed = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')[:300]}"
         difference = OpsDifference("", "", "", 0, 0, failed)
     return replace(compiled, captured=replace(made, difference=difference))
+
+
+def require_trained(flat: FlatGraph, analysis: Analysis) -> None:
+    """Check that a training graph has something to train.
+
+    Raises:
+        CaptureError: No result requires a gradient.
+    """
+    if not any(analysis.values[node].requires_grad for node in flat.results):
+        raise CaptureError(
+            "the loss depends on no trainable parameter: expected one at least; requires_grad_(True) makes a parameter one"
+        )
+
+
+def require_state(like: CompiledStages, piece: Piece, flat: FlatGraph) -> None:
+    """Check that a piece of the graph for another shape uses no other state than its stage has.
+
+    Raises:
+        CaptureError: It does. The text names the state.
+    """
+    held = like.train[piece.index]
+    if other := sorted({flat.state[node] for node in piece.state}.difference(held.parameters, held.buffers)):
+        raise CaptureError(
+            f"stage {piece.index} would have other state: {', '.join(other[:3])}: expected a model that uses the same state "
+            "for all shapes; compile another pipeline for this shape"
+        )
 
 
 def _difference(made: Captured, compiled: CompiledStages, eager: Sequence[EagerOp]) -> OpsDifference | None:

@@ -14,10 +14,10 @@ from torch import nn
 from adaptra.errors import CaptureError, PartitionError
 from adaptra.graph.backward.differentiate import evaluate
 from adaptra.graph.capture.batch import LossFunction
-from adaptra.graph.compile import CompiledStages
+from adaptra.graph.compile import CompiledStages, require_state
 from adaptra.graph.microbatch import Microbatch
 from adaptra.graph.modes import as_for_training
-from adaptra.graph.partition.partition import Piece, align, find_cuts, pieces, state_uses
+from adaptra.graph.partition.partition import align, find_cuts, pieces, state_uses
 from adaptra.progress import Progress, log_progress
 from adaptra.simulation.cut_points import positions_of
 
@@ -63,7 +63,7 @@ def compile_evaluation(
     except PartitionError as error:
         raise CaptureError(f"it can't be cut where the pipeline is cut: {error}") from error
     for piece in parts:
-        _require_state(like, piece, [flat.state[node] for node in piece.state])
+        require_state(like, piece, flat)
     if changed := sorted(analysis.changed_state - like.changing):
         raise CaptureError(
             f"{', '.join(changed[:3])}: evaluation would change these buffers, for the shape of the example it doesn't: "
@@ -71,14 +71,5 @@ def compile_evaluation(
         )
     with one.mode:
         stages = evaluate(flat, analysis, parts, progress)
-    formats = {"inputs": one.inputs, "targets": one.targets, "outputs": outputs}
-    return replace(like, train=(), eval=stages, **formats, captured=None, evaluated=flat)
-
-
-def _require_state(like: CompiledStages, piece: Piece, names: list[str]) -> None:
-    held = like.train[piece.index]
-    if other := sorted({*names}.difference(held.parameters, held.buffers)):
-        raise CaptureError(
-            f"stage {piece.index} would have other state: {', '.join(other[:3])}: expected a model that uses the same state "
-            "for all shapes; compile another pipeline for this shape"
-        )
+    captured = replace(own, eval_flat=flat, eval_analysis=analysis, eval_cuts=cuts)
+    return replace(like, train=(), eval=stages, inputs=one.inputs, targets=one.targets, outputs=outputs, captured=captured)

@@ -21,7 +21,7 @@ def round_messages(compiled: CompiledStages) -> CompiledStages:
     Raises:
         OptionError: A message contains another dtype than float32. The text names the edge and the dtype.
     """
-    last = len(compiled.eval) - 1  # there may be no training stages
+    last = len(compiled.eval or compiled.train) - 1  # there may be none of either kind
     evaluated = tuple(
         stage if stage.index == last else replace(stage, outputs=_rounded(stage.outputs, stage.index, stage.index + 1))
         for stage in compiled.eval

@@ -51,6 +51,11 @@ class StepShape:
         return self.larger.trains and (self.smaller is None or self.smaller.trains)
 
     @property
+    def evaluates(self) -> bool:
+        """Whether evaluations can run it, and not only steps."""
+        return self.larger.evaluates and (self.smaller is None or self.smaller.evaluates)
+
+    @property
     def with_loss(self) -> bool:
         """Whether its stages return the loss too, and not only the model's outputs."""
         return self.larger.with_loss and (self.smaller is None or self.smaller.with_loss)

@@ -134,8 +134,7 @@ class StepParts:
 
     def _losses_of(self, shape: StepShape) -> LossBroadcast:
         compiled, placement = shape.larger, self._placement
-        evaluated = compiled.eval[-1]
-        results = compiled.train[-1].outputs if compiled.trains else (evaluated.loss or evaluated.outputs)
+        results = compiled.train[-1].outputs if compiled.trains else (compiled.eval[-1].loss or compiled.eval[-1].outputs)
         # A pipeline without a loss broadcasts none, and a scalar stands for it.
         loss = results[0] if compiled.with_loss else TensorSpec((), results[0].dtype)
         sharing = {placement[stage] for one in compiled.tied if self._last in one.stages for stage in one.stages}

@@ -22,6 +22,7 @@ from adaptra.graph.capture.skeleton import skeleton
 from adaptra.graph.compile_modules import compile_modules
 from adaptra.graph.evaluation_only import compile_evaluation
 from adaptra.graph.ops.specs import MessageSpec
+from adaptra.graph.training_only import compile_training
 
 _OFTEN: Final = 3
 """Changes in this number of steps in a row are worth a warning."""
@@ -220,6 +221,8 @@ class Following:
         targets = like.targets.unflatten(_example(like.targets.specs, self._device))
         if isinstance(model, nn.ModuleList) and self._is_list:
             return compile_modules(model, args, kwargs, loss=self._loss, targets=targets)
+        if not like.evaluates:
+            return compile_training(model, args, kwargs, like=like, loss=self._loss, targets=targets, same_state=False)
         return compile_stages(
             model,
             args,

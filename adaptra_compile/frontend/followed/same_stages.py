@@ -36,9 +36,9 @@ def are_same(before: CompiledStages, after: CompiledStages, memory: Collection[i
 
 def evaluate_the_same(before: CompiledStages, after: CompiledStages, memory: Collection[int]) -> bool:
     """Return whether stages that only evaluate run the same ops on the same state and constants; as :func:`are_same`."""
-    old, new = before.evaluated, after.evaluated
-    if old is None or new is None:
+    if before.captured is None or after.captured is None:
         return False
+    old, new = before.captured.eval_flat, after.captured.eval_flat
     return (
         [str([one.inputs, one.outputs, one.loss, one.targets]) for one in before.eval]
         == [str([one.inputs, one.outputs, one.loss, one.targets]) for one in after.eval]

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from adaptra.graph import CompiledStages, compile_stages
+from adaptra.graph import CompiledStages
 from adaptra.graph.capture.skeleton import skeleton
 from adaptra.graph.evaluation_only import compile_evaluation
+from adaptra.graph.training_only import compile_training
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +58,13 @@ class Recompile:
             like: The stages for another shape, which have the same state.
             args, kwargs: The model's arguments, one microbatch.
             targets: The loss's targets, one microbatch.
-            with_loss: Whether the loss is wanted.
-            training: Whether the stages train. Others have graphs for evaluation only.
+            with_loss: Whether the loss is wanted. Stages that train always have it.
+            training: Whether the stages train. They have graphs for training only, and others for evaluation only.
 
         Raises:
             CaptureError, PartitionError: The model can't be compiled for this shape, or its stages would have other state.
         """
+        if training:
+            return compile_training(self.model, args, kwargs, like=like, loss=self.loss, targets=targets)
         loss = self.loss if with_loss else None
-        if not training:
-            return compile_evaluation(self.model, args, kwargs, like=like, loss=loss, targets=targets, with_loss=with_loss)
-        return compile_stages(
-            self.model, args, kwargs, stages=len(like.train), loss=loss, targets=targets, like=like, with_loss=with_loss
-        )
+        return compile_evaluation(self.model, args, kwargs, like=like, loss=loss, targets=targets, with_loss=with_loss)

@@ -71,7 +71,10 @@ class PipelineShape:
 
 @dataclass(frozen=True, slots=True)
 class NewShape:
-    """A shape that is compiled but not planned yet; the fields are those of :class:`StepShape`, and the name for people."""
+    """A shape that is compiled but not planned yet; the fields are those of :class:`StepShape`, and texts for people.
+
+    ``use`` is added to the name, and says what it is compiled for.
+    """
 
     number: int
     code: int
@@ -79,11 +82,7 @@ class NewShape:
     rows: tuple[int, ...]
     larger: CompiledStages
     smaller: CompiledStages | None = None
-
-    @property
-    def use(self) -> str:
-        """What it is compiled for, as texts add it to the name."""
-        return "" if self.larger.trains and (self.smaller is None or self.smaller.trains) else " for evaluation only"
+    use: str = ""
 
 
 @dataclass(slots=True)
@@ -180,8 +179,8 @@ class Shapes:
     ) -> ShapedBatch:
         """Return a batch of another shape in microbatches; a new shape is compiled first.
 
-        A shape that was only evaluated has no training graphs, and none of the loss if only outputs were wanted. It is
-        compiled again once these are needed.
+        A shape that was only evaluated has no training graphs, and none of the loss if only outputs were wanted. One that was
+        only trained has no evaluation graphs. It is compiled again once these are needed, and then has both.
 
         Args:
             inputs, targets: The batch's tensors in flat order.
@@ -209,20 +208,28 @@ class Shapes:
     def _compiled(self, sizes: Sizes, rows: int, name: str, given: Given, with_loss: bool, training: bool) -> _Known:
         began = time.monotonic()
         split = microbatch_rows(rows, self._microbatches)
+        earlier = self._known.get((sizes, rows))
+        trained = earlier is not None and earlier.shape.trains
+        if trained and not with_loss:
+            # The sizes are those of a step's, so the targets have no tensors, and what is given suffices for the loss.
+            given, with_loss = (given[0], given[1], self._first.targets.unflatten(())), True
         try:
             several = sorted(set(split), reverse=True)
             made = [self._stages_for(sizes, one, given, with_loss, training) for one in several]
+            if earlier is not None:
+                before = (earlier.shape.larger, earlier.shape.smaller)
+                made = [_joined(one, other) for one, other in zip(made, before, strict=False)]
         except (CaptureError, PartitionError, OptionError) as error:
             raise BatchError(f"a batch of {name}: the model can't be compiled for this shape: {error}") from error
         digest = hashlib.blake2b(repr((sizes, rows)).encode(), digest_size=4).digest()
-        new = NewShape(self._number + 1, max(1, int.from_bytes(digest, "little")), name, split, *made)
+        use = " for evaluation too" if trained else "" if all(one.trains for one in made) else " for evaluation only"
+        new = NewShape(self._number + 1, max(1, int.from_bytes(digest, "little")), name, split, *made, use=use)
         shape = self._add(new)
         self._number = new.number
-        earlier = self._known.get((sizes, rows))
         found = self._known[sizes, rows] = _Known(shape, name, time.monotonic() - began)
         self._tell(EventKind.COMPILED, f"batches of {name}{new.use} in {found.seconds:.2f} s")
         if earlier is not None:  # the same shape, and so none more
-            found.steps = earlier.steps
+            found.steps, found.seconds = earlier.steps, earlier.seconds + found.seconds
             self._drop(earlier.shape.number)
         elif (warning := self._warning.after(found.seconds)) is not None:
             self._tell(None, warning)
@@ -252,7 +259,16 @@ class Shapes:
 
 def _serves(shape: StepShape, with_loss: bool, training: bool) -> bool:
     """Return whether such a call can run the stages of a shape."""
-    return (shape.trains or not training) and (shape.with_loss or not with_loss)
+    return shape.trains if training else shape.evaluates and (shape.with_loss or not with_loss)
+
+
+def _joined(made: CompiledStages, before: CompiledStages | None) -> CompiledStages:
+    """Return new stages with what they lack of those that the shape had before: either kind may be missing."""
+    if before is None or (made.trains and made.evaluates):
+        return made
+    if not made.trains:
+        return before.with_evaluation_of(made) if before.trains else made
+    return made.with_evaluation_of(before) if before.evaluates and before.with_loss else made
 
 
 def _name(sizes: Sequence[Sequence[int]], labels: Sequence[str]) -> str:
