@@ -31,7 +31,7 @@ from adaptra.runtime.control.replanning import Planning
 from adaptra.runtime.control.same_rows import is_due, numbers_of
 from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.control_store.signed_store import under
-from adaptra.runtime.control_store.stores import Connection, rank_0_has
+from adaptra.runtime.control_store.stores import Connection, own_address, rank_0_has
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.detection.measurement import StageMeasurement
 from adaptra.runtime.detection.monitor import Monitor, StepRecords, merge_timelines
@@ -188,6 +188,8 @@ class Worker:
             job.world_size,
             self.abort,
             waiting_for=job.waiting_for,
+            busy_after=options.timeout,
+            address=own_address(job.store),
             store_host=None if not rank_0_has(job.store) else 0 if replicas is None else replicas.worker_of(0),
         )
         self._watcher = watch(transport.rdma_devices, self._record_link_event)
