@@ -142,6 +142,10 @@ class Board:
         self._announced |= found
         return found
 
+    def has_announcement_of(self, rank: int) -> bool:
+        """Return True if the announcement of a rank has been read."""
+        return rank in self._announced
+
     def _read_bulletin(self, asked_at: float) -> Answer:
         # The only request that neither waits for a key nor has to check first that it exists.
         bulletin = self._store.compare_set(_BULLETIN, _ABSENT, _ABSENT).decode()

@@ -17,7 +17,7 @@ from adaptra.runtime.membership.cause import awaited_report, cause_of, failure_e
 from adaptra.runtime.membership.direct_questions import UNKNOWN, Asker, Sign
 from adaptra.runtime.membership.failure_detector import FailureDetector, Loss, is_store_lost
 from adaptra.runtime.membership.record import Failure, RankRecord, State, parse_record, write_record
-from adaptra.runtime.membership.timing import HeartbeatTiming
+from adaptra.runtime.membership.timing import KNOWN_SECONDS, HeartbeatTiming
 from adaptra.runtime.membership.view import Phase, View
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class HeartbeatProtocol:
         self._board = Board(store, rank, self.view.others, now)
         self._written: RankRecord | None = None
         self._read_failure_at: float | None = None
-        self._hurry_until = 0.0
+        self._hurry_until = now() + KNOWN_SECONDS
 
     def beat(self) -> BeatOutcome:
         """Publish this rank's record, ask for news, and judge them."""
@@ -113,9 +113,14 @@ class HeartbeatProtocol:
         ):
             return 0.0
         is_awaited = not view.is_settled or (written.state is not State.RUNNING and view.phase is not Phase.KNOWN)
-        if is_awaited and self._now() < self._hurry_until:
+        if (is_awaited or self._lacks_the_host()) and self._now() < self._hurry_until:
             return self._timing.hurry_interval(len(view.others) + 1)
         return self._timing.interval
+
+    def _lacks_the_host(self) -> bool:
+        """Return True if the store's host can't be asked yet. Its announcement can't be read once it is frozen."""
+        host = self._store_host
+        return self._asker is not None and host is not None and not self._board.has_announcement_of(host)
 
     def fail(self, failure: Failure, error: BaseException) -> None:
         """Take an error of this rank as its failure, or as a consequence of what is known: then this rank leaves."""

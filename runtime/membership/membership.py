@@ -25,7 +25,7 @@ from adaptra.runtime.membership.awake_clock import AwakeClock
 from adaptra.runtime.membership.cause import failure_of
 from adaptra.runtime.membership.direct_questions import DirectQuestions
 from adaptra.runtime.membership.heartbeat import HeartbeatProtocol
-from adaptra.runtime.membership.timing import KNOWN_SECONDS, HeartbeatTiming
+from adaptra.runtime.membership.timing import KNOWN_SECONDS, LOST_STORE_SECONDS, HeartbeatTiming
 from adaptra.runtime.membership.view import Phase
 
 if TYPE_CHECKING:
@@ -103,6 +103,11 @@ class Membership:
         """The reason why the job ended, if another rank or the store is lost."""
         return self._protocol.view.lost
 
+    @property
+    def has_lost_the_store(self) -> bool:
+        """True if the store is lost, so that no request to it will be answered."""
+        return self._protocol.view.phase is Phase.CUT_OFF
+
     def fail(self, error: BaseException, *, edge: tuple[int, int] | None = None, op: str | None = None) -> BaseException:
         """Report to the others that this rank failed. Blocks until those that live know the cause, for seconds at most.
 
@@ -134,11 +139,12 @@ class Membership:
         self.leave()
         with self._condition:
             self._wait_until_known()
+            patience = LOST_STORE_SECONDS if self.has_lost_the_store else KNOWN_SECONDS
             self._protocol.view.end()
             self._condition.notify_all()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(KNOWN_SECONDS)
+                thread.join(patience)
         with self._condition:
             if self._questions is not None:
                 self._questions.close()

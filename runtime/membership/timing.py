@@ -7,6 +7,8 @@ from typing import Final
 
 KNOWN_SECONDS: Final = 3.0
 """The time that a rank which fails or leaves stays until the others know it, once it knows the cause itself; seconds."""
+LOST_STORE_SECONDS: Final = 0.5
+"""The time that a rank that closes waits for each request to a lost store, which may never be answered; seconds."""
 CERTAIN_SECONDS: Final = 2.0
 """Seconds without a heartbeat before which no rank is lost, whatever else is known of it."""
 _HURRY_INTERVAL: Final = 0.01

@@ -23,7 +23,7 @@ from adaptra.graph.inner_compiler import prepare
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.planning.replicas.joined_programs import join
 from adaptra.program import Program
-from adaptra.runtime.control.controller import Controller
+from adaptra.runtime.control.controller import CLOSE_SECONDS, Controller
 from adaptra.runtime.control.job_planning import JobPlanning
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.control.policy import ControllerOptions
@@ -40,6 +40,7 @@ from adaptra.runtime.detection.shape_scales import ShapeScales
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.launch.exchange import gather
 from adaptra.runtime.membership.membership import Membership
+from adaptra.runtime.membership.timing import LOST_STORE_SECONDS
 from adaptra.runtime.options import Options
 from adaptra.runtime.outputs.sharing import SharedOutputs
 from adaptra.runtime.outputs.step_outputs import StepOutputs
@@ -534,7 +535,8 @@ class Worker:
         if self._watcher is not None:
             self._watcher.close()
         self._parts.close()
-        self.controller.close()
+        # A lost store may never answer the requests that are under way.
+        self.controller.close(LOST_STORE_SECONDS if self._membership.has_lost_the_store else CLOSE_SECONDS)
         self._membership.close()
         self._transport.close()
         self._telemetry.ended(self._step)

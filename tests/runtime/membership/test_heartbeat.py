@@ -162,6 +162,7 @@ def test_only_the_leader_and_the_stores_host_are_known_to_all_and_only_the_silen
     assert known[0] == set(range(1, 200))
     assert known[7] == {0} and all(known[rank] == {0, 7} for rank in range(1, 200) if rank != 7)
     assert not any(rank.to_be_asked() for rank in job.ranks)
+    assert {rank.pause() for rank in job.ranks} == {0.5}
     job.store.forget()
     for _ in range(10):
         job.beat()
@@ -189,6 +190,17 @@ def test_a_silent_stores_host_is_asked_and_lost_once_it_does_not_answer() -> Non
     assert rank.is_stuck()
     lost = rank.lose_store("no answer for 7.5 s")
     assert lost is not None and lost.rank == 0 and not rank.is_stuck()
+
+
+def test_a_rank_hurries_until_it_knows_where_the_stores_host_answers() -> None:
+    """A host that freezes in its first second could not be asked otherwise, since the store freezes with it."""
+    job = SteppedRanks(3, sign_of=lambda rank: UNKNOWN, store_host=0)
+    job.beat([1])
+    assert job.ranks[1].pause() == 0.01
+    job.beat([0, 1])
+    assert job.ranks[1].pause() == job.ranks[0].pause() == 0.5
+    job.beat([2])
+    assert job.ranks[2].pause() == 0.5
 
 
 def test_a_rank_that_never_comes_is_found_and_named() -> None:
