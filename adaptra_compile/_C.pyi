@@ -312,6 +312,27 @@ class Engine:
     def close(self, reason: str, linger: float) -> None:
         """Fail pending messages, notify the peers within ``linger`` seconds, and end the thread. May be called again."""
 
+@final
+class LivenessListener:
+    """Answers direct questions of other processes from a thread that never runs Python, until it is closed.
+
+    Args:
+        address: A numeric address of this host.
+        key: The key under which a question, 16 bytes, is answered by its HMAC-SHA256.
+
+    Raises:
+        ValueError: ``address`` is no numeric address.
+        RuntimeError: The system refuses. The text includes its reason.
+    """
+
+    def __init__(self, address: str, key: bytes) -> None: ...
+    @property
+    def port(self) -> int:
+        """The port on which it listens."""
+
+    def close(self) -> None:
+        """End it, so that questions are refused from now on. May be called again."""
+
 def crc32c(data: bytes, before: int = 0) -> int:
     """Return the CRC32C of ``data``, or of earlier data with the checksum ``before`` followed by ``data``."""
 

@@ -33,7 +33,7 @@ RANKS = 4
 STORE = RANKS
 """The number of the process that has the store, where no rank has it."""
 MOST_KILLED = 3.0
-MOST_STOPPED = 15.0
+MOST_STOPPED = 7.0
 MOST_CUT = 15.0
 _START_SECONDS = 120.0
 

@@ -2,8 +2,8 @@
 
 Every rank is a real membership with a connection of its own to a real torch TCPStore, through a proxy that delays whatever it
 carries. Ranks are spread over a few processes. A case is ``RANKS:FAR:SECONDS``: the last FAR of RANKS ranks are SECONDS from
-the store, each way. After the healthy time one rank stops beating, as on a frozen host, and all others must name it. That
-takes ``lost_after``, 10 s, at least.
+the store, each way. After the healthy time one rank stops beating, as on a frozen host, and all others must name it. No
+direct questions are put, so that takes ``lost_after``, 10 s, at least.
 
     python bench/heartbeats.py --case 64:1:0.06 --case 256:256:0.15 --seconds 600
 """

@@ -31,7 +31,7 @@ from stepped_ranks import SteppedRanks
 from adaptra.errors import TransportError
 from adaptra.runtime.launch.arguments import agree_on_arguments
 from adaptra.runtime.launch.exchange import exchange
-from adaptra.runtime.membership.heartbeat import failure_of
+from adaptra.runtime.membership.cause import failure_of
 from adaptra.runtime.membership.view import Phase
 
 RANKS = (64, 256, 1000)

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "bindings_delegate.h"
+#include "bindings_liveness.h"
 #include "bindings_replicas.h"
 #include "schedule/bounds/bounds.h"
 #include "schedule/search/search_orders.h"
@@ -378,5 +379,6 @@ NB_MODULE(_C, m) {
   bind_bounds(m);
   bind_search(m);
   bind_delegate(m);
+  bind_liveness(m);
   bind_replicas(m);
 }

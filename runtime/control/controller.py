@@ -283,10 +283,13 @@ class Controller:
         """
         self._coverage.fail(error)
 
-    def close(self) -> None:
+    def close(self, patience: float = CLOSE_SECONDS) -> None:
         """End the control thread. A waiting :meth:`plan_for` raises a ControlError. May be called twice.
 
         The store must live until every rank has closed.
+
+        Args:
+            patience: The longest time to wait for each request to the store that is under way, seconds.
         """
         if self._closing.is_set():
             return
@@ -294,11 +297,11 @@ class Controller:
         self._coverage.fail(ControlError(f"the controller of rank {self._rank} is closed"))
         self._mailbox.wake()
         try:
-            self._mailbox.close(CLOSE_SECONDS)
+            self._mailbox.close(patience)
         except DistError as error:
             log.warning("rank %d: the store was lost before the controller was closed: %s", self._rank, error)
         if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSE_SECONDS)
+            self._thread.join(patience)
         self._preparation.close(CLOSE_SECONDS)
         if (coordinator := self._coordinator) is not None:
             coordinator.close(CLOSE_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -11,6 +12,8 @@ from datetime import timedelta
 from typing import Final, TypeVar
 
 from torch.distributed import DistError, DistNetworkError, Store, TCPStore
+
+from adaptra.runtime.control_store.forked_children import connections_to
 
 T = TypeVar("T")
 
@@ -44,6 +47,17 @@ def rank_0_has(store: Store) -> bool:
     found = innermost(store)
     is_of_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return isinstance(found, TCPStore) and not is_of_agent and os.environ.get("MASTER_PORT") == str(found.port)
+
+
+def own_address(store: Store) -> str | None:
+    """Return the address of this host from which it reaches the store's host, or None for a store that has none.
+
+    It is that of a connection that exists, since looking up a name again may take long.
+    """
+    for number, _ in sorted(connections_to(store)):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
+            return str(one.getsockname()[0]).removeprefix("::ffff:")
+    return None
 
 
 def _check_not_refused(store: Store) -> None:

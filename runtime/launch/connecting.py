@@ -20,7 +20,7 @@ from torch.distributed import Store
 
 from adaptra.errors import AdaptraError, PeerLostError, TransportError
 from adaptra.runtime.control_store.forked_children import connections_to, end_connections
-from adaptra.runtime.control_store.stores import Connection
+from adaptra.runtime.control_store.stores import Connection, own_address
 from adaptra.runtime.membership.membership import Membership
 from adaptra.runtime.transports.process_groups import end_keys
 
@@ -52,7 +52,9 @@ def connect(name: str, store: Store, rank: int, ranks: int, make: Callable[[], T
     if ranks == 1:
         return make()
     happened: SimpleQueue[_Done[T] | BaseException] = SimpleQueue()
-    membership = Membership(Connection(store), rank, ranks, happened.put, interval=INTERVAL, lost_after=LOST_AFTER)
+    membership = Membership(
+        Connection(store), rank, ranks, happened.put, interval=INTERVAL, lost_after=LOST_AFTER, address=own_address(store)
+    )
     before = connections_to(store)
     thread = threading.Thread(target=_run, args=(make, happened, _device()), name=f"adaptra rank {rank} connects", daemon=True)
     try:

@@ -5,6 +5,9 @@ the leader's heartbeats. A rank that fails, leaves or finds another one silent r
 the call reads all records from then on, until the job has ended. So a heartbeat costs each rank one question, and only the
 leader's answer grows with the number of ranks.
 
+At the start each rank also announces where its process answers direct questions. The leader reads all announcements once, and
+the others those of the leader and of the store's host.
+
 If the store is far away, a question may take longer than a heartbeat interval. So an answer states when its question was put,
 and it can miss nothing that was written before. A rank's silence counts only up to the time of the last question.
 """
@@ -16,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from adaptra.errors import ControlError
+from adaptra.runtime.membership.announcement import Announcement, key_of_announcement, parse_announcement, write_announcement
 from adaptra.runtime.membership.record import key_of
 
 if TYPE_CHECKING:
@@ -28,6 +32,8 @@ LEADER: Final = 0
 _BULLETIN: Final = "bulletin"
 _CALL: Final = "call"
 _ABSENT: Final = "absent"
+_ANNOUNCED_TIMES: Final = 3
+"""Heartbeats that carry the announcement, since a connection that breaks may lose one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +68,14 @@ class Board:
         self._rank = rank
         self._now = now
         self._rank_of = {key_of(peer): peer for peer in peers}
+        self._announced: dict[int, Announcement] = {}
         # The bulletin too: a connection that breaks may lose the first one.
         self._absent = {_BULLETIN, *self._rank_of}
         self._written = 0
         self.answered_at = now()
         """The time of the store's last answer, in seconds of the clock."""
 
-    def write(self, text: str, calls: bool, reads_all: bool) -> None:
+    def write(self, text: str, calls: bool, reads_all: bool, announced: Announcement | None = None) -> None:
         """Write this rank's record, in a request without an answer.
 
         Args:
@@ -76,9 +83,13 @@ class Board:
             calls: True to write the call. It is repeated until it is known to be seen, since the leader may have overwritten
                 it.
             reads_all: True if this rank reads all records because of a call; the leader writes no bulletin then.
+            announced: This rank's announcement, if it has one. The first heartbeats carry it.
         """
         self._written += 1
         keys, values = [key_of(self._rank)], [text]
+        if announced is not None and self._written <= _ANNOUNCED_TIMES:
+            keys.append(key_of_announcement(self._rank))
+            values.append(write_announcement(announced))
         if calls:
             keys.append(_BULLETIN)
             values.append(_CALL)
@@ -105,6 +116,35 @@ class Board:
         self.answered_at = self._now()
         is_called = values.pop(_BULLETIN, b"") == _CALL.encode()
         return Answer(asked_at, {self._rank_of[key]: value for key, value in values.items()}, 0, is_called)
+
+    def read_announcements(self, store_host: int | None) -> dict[int, Announcement]:
+        """Return the announcements that this rank needs and that it has not returned yet. Few calls ask the store.
+
+        Args:
+            store_host: The rank whose process has the store, if any.
+        """
+        if self._rank == LEADER:
+            wanted = [] if self._absent else [rank for rank in self._rank_of.values() if rank not in self._announced]
+        else:
+            wanted = sorted({LEADER, LEADER if store_host is None else store_host} - {self._rank, *self._announced})
+        if len(wanted) > 1 and not self._store.check([key_of_announcement(rank) for rank in wanted]):
+            return {}
+        found: dict[int, Announcement] = {}
+        if len(wanted) == 1:
+            payloads = [self._store.compare_set(key_of_announcement(wanted[0]), _ABSENT, _ABSENT)]
+        else:
+            payloads = self._store.multi_get([key_of_announcement(rank) for rank in wanted]) if wanted else []
+        for rank, payload in zip(wanted, payloads, strict=True):
+            if payload != _ABSENT.encode():
+                found[rank] = parse_announcement(payload, rank)
+        if wanted:
+            self.answered_at = self._now()
+        self._announced |= found
+        return found
+
+    def has_announcement_of(self, rank: int) -> bool:
+        """Return True if the announcement of a rank has been read."""
+        return rank in self._announced
 
     def _read_bulletin(self, asked_at: float) -> Answer:
         # The only request that neither waits for a key nor has to check first that it exists.

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from adaptra.errors import PeerLostError
-from adaptra.runtime.membership.record import Failure
+from adaptra.runtime.membership.record import TEXT_LIMIT, Failure
 
 if TYPE_CHECKING:
     from adaptra.runtime.transports.base import Identity
@@ -33,7 +33,7 @@ def cause_of(failures: Mapping[int, Failure]) -> int:
 def awaited_report(cause: int, failures: Mapping[int, Failure]) -> int | None:
     """Return the rank whose own report would replace the cause found so far, or None if no report can."""
     lost = failures[cause].lost
-    return None if lost in failures else lost
+    return None if lost in failures or failures[cause].is_certain else lost
 
 
 def placed(error: PeerLostError, failure: Failure) -> PeerLostError:
@@ -65,3 +65,20 @@ def failure_error(rank: int, failure: Failure, reader: int) -> PeerLostError:
     else:
         message, who = f"rank {failure.lost} is lost, as rank {rank} noticed{where}: {failure.message}", failure.lost
     return PeerLostError(message, rank=who, edge=failure.edge, op=failure.op)
+
+
+def failure_of(error: BaseException, edge: tuple[int, int] | None, op: str | None) -> Failure:
+    """Return an error as this rank's failure, or as its report of another rank's loss; the store numbers it later.
+
+    Args:
+        error: The error.
+        edge, op: The directed edge of stages and the op at that time, if known; else those of the error.
+    """
+    is_report = isinstance(error, PeerLostError)
+    return Failure(
+        ordinal=0,
+        message=f"{type(error).__name__}: {error}"[:TEXT_LIMIT],
+        lost=error.rank if is_report else None,
+        edge=edge or (error.edge if is_report else None),
+        op=op or (error.op if is_report else None),
+    )

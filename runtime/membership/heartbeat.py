@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from adaptra.errors import ControlError, PeerLostError, TransportError
 from adaptra.runtime.membership.board import LEADER, Board
 from adaptra.runtime.membership.cause import awaited_report, cause_of, failure_error, lost_error, placed
-from adaptra.runtime.membership.failure_detector import FailureDetector
-from adaptra.runtime.membership.record import TEXT_LIMIT, Failure, RankRecord, State, parse_record, write_record
+from adaptra.runtime.membership.direct_questions import UNKNOWN, Asker, Sign
+from adaptra.runtime.membership.failure_detector import FailureDetector, Loss, is_store_lost
+from adaptra.runtime.membership.record import Failure, RankRecord, State, parse_record, write_record
+from adaptra.runtime.membership.timing import KNOWN_SECONDS, HeartbeatTiming
 from adaptra.runtime.membership.view import Phase, View
 
 if TYPE_CHECKING:
@@ -23,45 +25,6 @@ if TYPE_CHECKING:
 
     from adaptra.runtime.control_store.stores import Connection
     from adaptra.runtime.transports.base import Identity
-
-KNOWN_SECONDS: Final = 3.0
-"""The time that a rank which fails or leaves stays until the others know it, once it knows the cause itself; seconds."""
-_HURRY_INTERVAL: Final = 0.01
-"""Seconds between two heartbeats of a rank in a hurry, per eight ranks, because all ranks in a hurry read all records."""
-
-
-@dataclass(frozen=True, slots=True)
-class HeartbeatTiming:
-    """The limits of a membership.
-
-    Attributes:
-        interval: Seconds between two heartbeats.
-        lost_after: Seconds without a heartbeat after which a rank is lost.
-
-    Raises:
-        ValueError: ``lost_after`` does not leave time for several heartbeats.
-    """
-
-    interval: float = 0.5
-    lost_after: float = 10.0
-
-    def __post_init__(self) -> None:
-        if not 0 < self.interval <= self.lost_after / 3:
-            raise ValueError(f"interval={self.interval}, lost_after={self.lost_after}: expected 0 < interval <= lost_after / 3")
-
-    @property
-    def own_report_seconds(self) -> float:
-        """The time that a rank that is reported lost but sends heartbeats has to report the cause itself, seconds."""
-        return self.lost_after / 2
-
-    @property
-    def farewell_seconds(self) -> float:
-        """The longest time that a rank stays until the others know that it failed or leaves, seconds."""
-        return self.own_report_seconds + KNOWN_SECONDS
-
-    def hurry_interval(self, world_size: int) -> float:
-        """Return the seconds between two heartbeats of a rank in a hurry."""
-        return min(self.interval, _HURRY_INTERVAL * max(1, world_size / 8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +53,11 @@ class HeartbeatProtocol:
         guard: A lock that is held while threads read or change what they share, never during a request to the store. It may
             be acquired again by the thread that holds it.
         store_host: The rank whose process has the store, None if it is no rank's or unknown.
+        asker: Puts direct questions to silent ranks; None if none can be put.
 
     Attributes:
         view: The members of the job, as this rank knows them.
+        silent: The ranks that have sent no heartbeat lately, to be asked directly.
     """
 
     def __init__(
@@ -105,19 +70,22 @@ class HeartbeatProtocol:
         now: Callable[[], float],
         guard: AbstractContextManager[Any],
         store_host: int | None = None,
+        asker: Asker | None = None,
     ) -> None:
         self._store_host = store_host
+        self._asker = asker
+        self.silent: frozenset[int] = frozenset()
         self.view = View(rank, world_size)
         self._store = store
         self._waiting_for = waiting_for
         self._timing = timing
         self._now = now
         self._guard = guard
-        self._detector = FailureDetector(timing.interval, timing.lost_after, now())
+        self._detector = FailureDetector(timing, now())
         self._board = Board(store, rank, self.view.others, now)
         self._written: RankRecord | None = None
         self._read_failure_at: float | None = None
-        self._hurry_until = 0.0
+        self._hurry_until = now() + KNOWN_SECONDS
 
     def beat(self) -> BeatOutcome:
         """Publish this rank's record, ask for news, and judge them."""
@@ -132,7 +100,7 @@ class HeartbeatProtocol:
         except RuntimeError as error:
             return BeatOutcome(self.lose_store(str(error)), is_last=True)
         with self._guard:
-            self.view.note_known(written, self._detector.is_quiet)
+            self.view.note_known(written, self._is_quiet)
         return BeatOutcome(lost)
 
     def pause(self) -> float:
@@ -145,9 +113,14 @@ class HeartbeatProtocol:
         ):
             return 0.0
         is_awaited = not view.is_settled or (written.state is not State.RUNNING and view.phase is not Phase.KNOWN)
-        if is_awaited and self._now() < self._hurry_until:
+        if (is_awaited or self._lacks_the_host()) and self._now() < self._hurry_until:
             return self._timing.hurry_interval(len(view.others) + 1)
         return self._timing.interval
+
+    def _lacks_the_host(self) -> bool:
+        """Return True if the store's host can't be asked yet. Its announcement can't be read once it is frozen."""
+        host = self._store_host
+        return self._asker is not None and host is not None and not self._board.has_announcement_of(host)
 
     def fail(self, failure: Failure, error: BaseException) -> None:
         """Take an error of this rank as its failure, or as a consequence of what is known: then this rank leaves."""
@@ -168,9 +141,23 @@ class HeartbeatProtocol:
         with self._guard:
             return error if self.view.lost is None or self.view.is_cause else placed(self.view.lost, failure)
 
+    def store_silence(self) -> float | None:
+        """Return the seconds without an answer of the store if that is long enough to ask its host directly; else None."""
+        silence = self._now() - self._board.answered_at
+        return silence if silence > self._timing.ask_after else None
+
     def is_stuck(self) -> bool:
-        """Return True if the store has not answered for as long as makes a rank lost, and no loss is known."""
-        return self.view.lost is None and self._now() - self._board.answered_at > self._timing.lost_after
+        """Return True if the store has not answered for so long that it is lost, and no loss is known."""
+        silence = self.store_silence()
+        if silence is None or self.view.lost is not None:
+            return False
+        sign = UNKNOWN if self._store_host is None else self._sign(self._store_host)
+        return is_store_lost(silence, min(silence, self._now() - sign.answered_at), sign, self._timing)
+
+    def to_be_asked(self) -> frozenset[int]:
+        """Return the ranks that are to be asked directly now."""
+        host = self._store_host
+        return self.silent if host is None or self.store_silence() is None else self.silent | {host}
 
     def lose_store(self, text: str) -> PeerLostError | None:
         """Take the loss of the store. Returns the error to be reported, or None if there is nothing to report."""
@@ -201,7 +188,8 @@ class HeartbeatProtocol:
         if record.failure is not None and record.failure.ordinal == 0:
             record = replace(record, failure=replace(record.failure, ordinal=int(self._store.add("failures", 1))))
         view.reads_all = view.reads_all or calls
-        self._board.write(write_record(record), calls, view.reads_all)
+        announced = None if self._asker is None else self._asker.announcement
+        self._board.write(write_record(record), calls, view.reads_all, announced)
         if record.failure is not None:
             view.failure = record.failure
         self._written = record
@@ -219,8 +207,11 @@ class HeartbeatProtocol:
             with self._guard:
                 is_found = view.find(cause, self._is_final(awaited_report(cause, failures)))
             return self._lose(failure_error(cause, failures[cause], view.rank)) if is_found and not view.is_cause else None
-        silent = next(filter(self._ends_the_job_by_silence, self._judged()), None)
-        return None if silent is None else self._lose_silent(silent)
+        self._learn_whom_to_ask()
+        for rank in self._judged():
+            if (loss := self._loss_by_silence(rank)) is not None:
+                return self._lose_silent(rank, loss)
+        return None
 
     def _ask(self) -> bool:
         """Ask this heartbeat's question, and record the answer. Returns True if a rank has called for all records."""
@@ -244,25 +235,47 @@ class HeartbeatProtocol:
             self._read_failure_at = now
             self._hurry_until = max(self._hurry_until, now + self._timing.farewell_seconds)
         is_late = now - self._read_failure_at > self._timing.own_report_seconds
-        return awaited is None or is_late or (awaited in self.view.others and self._detector.is_quiet(awaited))
+        return awaited is None or is_late or (awaited in self.view.others and self._is_quiet(awaited))
 
     def _judged(self) -> Sequence[int]:
         """Return the ranks whose heartbeats this rank reads."""
         return self.view.others if self.view.reads_all or self.view.rank == LEADER else (LEADER,)
 
-    def _ends_the_job_by_silence(self, rank: int) -> bool:
-        """Return True if a rank is lost, unless it has left and nobody waits for it."""
-        return self._detector.is_lost(rank) and (not self.view.has_left(rank) or self._waiting_for(rank) is not None)
+    def _learn_whom_to_ask(self) -> None:
+        """Find the ranks that are to be asked directly, and learn where the ranks answer that may be."""
+        if self._asker is None:
+            return
+        announced = self._board.read_announcements(self._store_host)
+        silent = [rank for rank in self._judged() if self._detector.silence(rank) >= self._timing.ask_after]
+        with self._guard:
+            for rank, announcement in announced.items():
+                self._asker.know(rank, announcement)
+            self.silent = frozenset(rank for rank in silent if not self.view.has_left(rank))
 
-    def _lose_silent(self, rank: int) -> PeerLostError | None:
+    def _sign(self, rank: int) -> Sign:
+        """Return what direct questions say of a rank. One that has left answers none, and its silence tells as before."""
+        if self._asker is None or self.view.has_left(rank):
+            return UNKNOWN
+        with self._guard:
+            return self._asker.sign(rank)
+
+    def _is_quiet(self, rank: int) -> bool:
+        return self._detector.is_quiet(rank, self._sign(rank))
+
+    def _loss_by_silence(self, rank: int) -> Loss | None:
+        """Return why a rank is lost by its silence, or None if it is not, or if it has left and nobody waits for it."""
+        loss = self._detector.loss(rank, self._sign(rank))
+        return None if self.view.has_left(rank) and self._waiting_for(rank) is None else loss
+
+    def _lose_silent(self, rank: int, loss: Loss) -> PeerLostError | None:
         """Take a silent rank as lost, and report that to the others at once, which they would notice a moment later."""
         silence = self._detector.silence(rank)
-        what = "left the job" if self.view.has_left(rank) else f"gave no sign of life for {silence:.1f} s"
+        what = "left the job" if self.view.has_left(rank) else f"gave no sign of life for {silence:.1f} s{loss.value}"
         # A rank that is not a neighbour waits for another rank, which waits for the lost one.
         lost = lost_error(rank, f"rank {rank} {what}", self._waiting_for(rank) or self._awaited())
         with self._guard:
             if self.view.lost is None and self.view.state is State.RUNNING:
-                self._report(Failure(0, str(lost), lost.rank, lost.edge, lost.op))
+                self._report(Failure(0, str(lost), lost.rank, lost.edge, lost.op, is_certain=loss is not Loss.SILENT))
         return self._lose(lost)
 
     def _report(self, failure: Failure) -> bool:
@@ -281,20 +294,3 @@ class HeartbeatProtocol:
     def _lose(self, error: PeerLostError) -> PeerLostError | None:
         with self._guard:
             return error if self.view.lose(error) else None
-
-
-def failure_of(error: BaseException, edge: tuple[int, int] | None, op: str | None) -> Failure:
-    """Return an error as this rank's failure, or as its report of another rank's loss; the store numbers it later.
-
-    Args:
-        error: The error.
-        edge, op: The directed edge of stages and the op at that time, if known; else those of the error.
-    """
-    is_report = isinstance(error, PeerLostError)
-    return Failure(
-        ordinal=0,
-        message=f"{type(error).__name__}: {error}"[:TEXT_LIMIT],
-        lost=error.rank if is_report else None,
-        edge=edge or (error.edge if is_report else None),
-        op=op or (error.op if is_report else None),
-    )

@@ -32,6 +32,7 @@ class Failure:
         lost: The rank whose loss it reports, None if it is the rank's own failure.
         edge: The directed edge of stages where it was noticed, if known.
         op: The op at that time, if known.
+        is_certain: True if it reports a loss that no report of the lost rank can change, because that can make none.
     """
 
     ordinal: int
@@ -39,6 +40,7 @@ class Failure:
     lost: int | None
     edge: tuple[int, int] | None
     op: str | None
+    is_certain: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,8 @@ def _parse_failure(data: object, where: str) -> Failure:
         edge = (ends[0], ends[1])
     if op is not None and (not isinstance(op, str) or len(op) > TEXT_LIMIT):
         raise ControlError(f"{where}: field 'op': expected a short text, got {op!r:.80}")
-    failure = Failure(fields.whole("ordinal"), fields.text("message", TEXT_LIMIT * 2), lost, edge, op)
+    message, is_certain = fields.text("message", TEXT_LIMIT * 2), fields.flag("is_certain")
+    failure = Failure(fields.whole("ordinal"), message, lost, edge, op, is_certain)
     fields.end()
     return failure
 

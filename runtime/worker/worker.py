@@ -23,7 +23,7 @@ from adaptra.graph.inner_compiler import prepare
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.planning.replicas.joined_programs import join
 from adaptra.program import Program
-from adaptra.runtime.control.controller import Controller
+from adaptra.runtime.control.controller import CLOSE_SECONDS, Controller
 from adaptra.runtime.control.job_planning import JobPlanning
 from adaptra.runtime.control.plan import Plan
 from adaptra.runtime.control.policy import ControllerOptions
@@ -31,7 +31,7 @@ from adaptra.runtime.control.replanning import Planning
 from adaptra.runtime.control.same_rows import is_due, numbers_of
 from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.control_store.signed_store import under
-from adaptra.runtime.control_store.stores import Connection, rank_0_has
+from adaptra.runtime.control_store.stores import Connection, own_address, rank_0_has
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.detection.measurement import StageMeasurement
 from adaptra.runtime.detection.monitor import Monitor, StepRecords, merge_timelines
@@ -40,6 +40,7 @@ from adaptra.runtime.detection.shape_scales import ShapeScales
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.launch.exchange import gather
 from adaptra.runtime.membership.membership import Membership
+from adaptra.runtime.membership.timing import LOST_STORE_SECONDS
 from adaptra.runtime.options import Options
 from adaptra.runtime.outputs.sharing import SharedOutputs
 from adaptra.runtime.outputs.step_outputs import StepOutputs
@@ -188,6 +189,8 @@ class Worker:
             job.world_size,
             self.abort,
             waiting_for=job.waiting_for,
+            busy_after=options.timeout,
+            address=own_address(job.store),
             store_host=None if not rank_0_has(job.store) else 0 if replicas is None else replicas.worker_of(0),
         )
         self._watcher = watch(transport.rdma_devices, self._record_link_event)
@@ -532,7 +535,8 @@ class Worker:
         if self._watcher is not None:
             self._watcher.close()
         self._parts.close()
-        self.controller.close()
+        # A lost store may never answer the requests that are under way.
+        self.controller.close(LOST_STORE_SECONDS if self._membership.has_lost_the_store else CLOSE_SECONDS)
         self._membership.close()
         self._transport.close()
         self._telemetry.ended(self._step)

@@ -18,6 +18,7 @@ using namespace adaptra::delegate;
 void test_channels();
 void test_engines();
 void test_giving_way();
+void test_liveness();
 void test_stripe_width();
 void test_verbs();
 
@@ -178,6 +179,7 @@ int main() {
   test_giving_way();
   test_channels();
   test_engines();
+  test_liveness();
   test_verbs();
   std::puts("all C++ tests of the delegate passed");
 }

@@ -8,8 +8,30 @@ from collections.abc import Callable, Iterable
 from counting_store import CountingStore
 
 from adaptra.errors import PeerLostError
-from adaptra.runtime.membership.heartbeat import HeartbeatProtocol, HeartbeatTiming
+from adaptra.runtime.membership.announcement import Announcement
+from adaptra.runtime.membership.direct_questions import UNKNOWN, Sign
+from adaptra.runtime.membership.heartbeat import HeartbeatProtocol
+from adaptra.runtime.membership.timing import HeartbeatTiming
 from adaptra.runtime.transports.base import Identity
+
+
+class ScriptedAsker:
+    """Direct questions whose answers the test gives, from ranks whose announcements were read."""
+
+    announcement = Announcement("127.0.0.1", 1, "00" * 32, "", 0, 0)
+
+    def __init__(self, sign_of: Callable[[int], Sign]) -> None:
+        self._sign_of = sign_of
+        self.known: set[int] = set()
+
+    def know(self, rank: int, announced: Announcement) -> None:
+        """Take an announcement, once."""
+        assert announced == self.announcement and rank not in self.known
+        self.known.add(rank)
+
+    def sign(self, rank: int) -> Sign:
+        """Return what the test says of a rank."""
+        return self._sign_of(rank) if rank in self.known else UNKNOWN
 
 
 class SteppedRanks:
@@ -19,6 +41,8 @@ class SteppedRanks:
         world_size: The number of ranks.
         interval, lost_after: As of a membership.
         waiting_for: Returns the message that a rank waits for from another: ``waiting_for(rank, other)``.
+        sign_of: What direct questions to a rank say of it; None if none can be put.
+        store_host: The rank that has the store.
 
     Attributes:
         store: The ranks' store.
@@ -33,12 +57,15 @@ class SteppedRanks:
         interval: float = 0.5,
         lost_after: float = 10.0,
         waiting_for: Callable[[int, int], Identity | None] = lambda rank, other: None,
+        sign_of: Callable[[int], Sign] | None = None,
+        store_host: int | None = None,
     ) -> None:
         self.store = CountingStore()
         self.now = 0.0
         self.interval = interval
         self.told: dict[int, PeerLostError] = {}
         timing = HeartbeatTiming(interval, lost_after)
+        self.askers = [None if sign_of is None else ScriptedAsker(sign_of) for _ in range(world_size)]
         self.ranks = [
             HeartbeatProtocol(
                 self.store.of(rank),
@@ -48,8 +75,10 @@ class SteppedRanks:
                 timing,
                 lambda: self.now,
                 threading.RLock(),
+                None if store_host == rank else store_host,
+                asker,
             )
-            for rank in range(world_size)
+            for rank, asker in enumerate(self.askers)
         ]
 
     def beat(self, ranks: Iterable[int] | None = None) -> None:

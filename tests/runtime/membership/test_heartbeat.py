@@ -7,13 +7,23 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from errors_table import check_documented
 from stepped_ranks import SteppedRanks
 from transport_bodies import backward
 
 from adaptra.errors import PeerLostError, TransportError
-from adaptra.runtime.membership.heartbeat import HeartbeatProtocol, HeartbeatTiming, failure_of
+from adaptra.runtime.membership.cause import failure_of
+from adaptra.runtime.membership.direct_questions import UNKNOWN, Sign
+from adaptra.runtime.membership.heartbeat import HeartbeatProtocol
 from adaptra.runtime.membership.record import State
+from adaptra.runtime.membership.timing import HeartbeatTiming
 from adaptra.runtime.membership.view import Phase
+
+DOCUMENTED = {
+    "frozen": "rank … gave no sign of life for … s: its process does not answer, so it is frozen or cut off…",
+    "gone": "rank … gave no sign of life for … s: its process has ended…",
+    "busy": "rank … gave no sign of life for … s: its process answers, but its Python does not run…",
+}
 
 
 def fail(job: SteppedRanks, rank: int, error: BaseException) -> BaseException:
@@ -79,6 +89,118 @@ def test_the_leader_that_falls_silent_is_named_by_those_that_read_its_bulletin()
     for _ in range(25):
         job.beat(range(1, 5))
     assert set(job.told) == {1, 2, 3, 4} and {lost.rank for lost in job.told.values()} == {0}
+
+
+def frozen(now: float) -> Sign:
+    """What is known of a process that answered at the start and does not answer now."""
+    return Sign(is_reachable=True, answered_at=now, unanswered=5)
+
+
+@pytest.mark.parametrize("victim", [4, 0])
+def test_a_frozen_rank_is_named_to_all_within_five_seconds_and_not_before_two(victim: int) -> None:
+    job = SteppedRanks(6, sign_of=lambda rank: frozen(0.5))
+    for _ in range(4):
+        job.beat()
+    froze_at = job.now
+    living = [rank for rank in range(6) if rank != victim]
+    while len(job.told) < 5:
+        job.beat(living)
+        assert job.now - froze_at <= 5.0, "not all know"
+        assert not job.told or job.now - froze_at > 2.5
+    assert {lost.rank for lost in job.told.values()} == {victim}
+    check_documented("PeerLostError", str(job.told[1]).partition("noticed: ")[2] or str(job.told[1]), DOCUMENTED["frozen"])
+    assert all(
+        f"rank {victim} gave no sign of life for 3.5 s: its process does not answer" in str(lost) for lost in job.told.values()
+    )
+
+
+def test_a_rank_whose_process_answers_is_not_lost_before_its_message_is() -> None:
+    job = SteppedRanks(4, sign_of=lambda rank: Sign(is_reachable=True, answered_at=job.now))
+    for _ in range(4):
+        job.beat()
+    for _ in range(580):
+        job.beat([0, 1, 3])
+    assert not job.told
+    for _ in range(40):
+        job.beat([0, 1, 3])
+    assert {lost.rank for lost in job.told.values()} == {2} and len(job.told) == 3
+    check_documented("PeerLostError", str(job.told[0]), DOCUMENTED["busy"])
+    assert "gave no sign of life for 300.5 s: its process answers, but its Python does not run" in str(job.told[0])
+
+
+def test_a_busy_rank_that_runs_again_stays_in_the_job() -> None:
+    job = SteppedRanks(4, sign_of=lambda rank: Sign(is_reachable=True, answered_at=job.now))
+    for _ in range(4):
+        job.beat()
+    for busy in ([0, 1, 3], [1, 2, 3]):  # rank 2 for 30 s, then the leader
+        for _ in range(60):
+            job.beat(busy)
+        for _ in range(4):
+            job.beat()
+    assert not job.told
+
+
+def test_a_rank_whose_process_is_gone_is_named_after_two_seconds() -> None:
+    job = SteppedRanks(4, sign_of=lambda rank: Sign(is_reachable=True, answered_at=0.5, is_gone=rank == 2))
+    for _ in range(4):
+        job.beat()
+    for _ in range(4):
+        job.beat([0, 1, 3])
+    assert not job.told
+    for _ in range(3):
+        job.beat([0, 1, 3])
+    assert {lost.rank for lost in job.told.values()} == {2} and len(job.told) == 3
+    check_documented("PeerLostError", str(job.told[0]), DOCUMENTED["gone"])
+    assert "gave no sign of life for 2.5 s: its process has ended" in str(job.told[0])
+
+
+def test_only_the_leader_and_the_stores_host_are_known_to_all_and_only_the_silent_are_asked() -> None:
+    job = SteppedRanks(200, sign_of=lambda rank: Sign(is_reachable=True, answered_at=job.now), store_host=7)
+    for _ in range(5):
+        job.beat()
+    known = [set() if asker is None else asker.known for asker in job.askers]
+    assert known[0] == set(range(1, 200))
+    assert known[7] == {0} and all(known[rank] == {0, 7} for rank in range(1, 200) if rank != 7)
+    assert not any(rank.to_be_asked() for rank in job.ranks)
+    assert {rank.pause() for rank in job.ranks} == {0.5}
+    job.store.forget()
+    for _ in range(10):
+        job.beat()
+    assert job.store.requests[0] == Counter(multi_set=10, multi_get=10)
+    assert all(job.store.requests[rank] == Counter(multi_set=10, compare_set=10) for rank in range(1, 200))
+    for _ in range(3):
+        job.beat([rank for rank in range(200) if rank != 9])
+    assert [rank.to_be_asked() for rank in job.ranks[:3]] == [{9}, set(), set()]
+
+
+def test_a_silent_stores_host_is_asked_and_lost_once_it_does_not_answer() -> None:
+    signs = {0: Sign(is_reachable=True, answered_at=0.5)}
+    job = SteppedRanks(3, sign_of=lambda rank: signs.get(rank, UNKNOWN), store_host=0)
+    for _ in range(4):
+        job.beat()
+    rank = job.ranks[2]
+    assert not rank.to_be_asked()
+    job.now += 1.5
+    assert rank.to_be_asked() == {0} and not rank.is_stuck()
+    job.now += 5.0
+    signs[0] = Sign(is_reachable=True, answered_at=job.now)
+    assert not rank.is_stuck(), "its process answers"
+    job.now += 1.0
+    signs[0] = Sign(is_reachable=True, answered_at=job.now - 3.5, unanswered=5)
+    assert rank.is_stuck()
+    lost = rank.lose_store("no answer for 7.5 s")
+    assert lost is not None and lost.rank == 0 and not rank.is_stuck()
+
+
+def test_a_rank_hurries_until_it_knows_where_the_stores_host_answers() -> None:
+    """A host that freezes in its first second could not be asked otherwise, since the store freezes with it."""
+    job = SteppedRanks(3, sign_of=lambda rank: UNKNOWN, store_host=0)
+    job.beat([1])
+    assert job.ranks[1].pause() == 0.01
+    job.beat([0, 1])
+    assert job.ranks[1].pause() == job.ranks[0].pause() == 0.5
+    job.beat([2])
+    assert job.ranks[2].pause() == 0.5
 
 
 def test_a_rank_that_never_comes_is_found_and_named() -> None:

