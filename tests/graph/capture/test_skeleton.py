@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from chained import compile_example
@@ -50,3 +52,14 @@ def test_skeleton_holds_nothing_of_its_model() -> None:
     assert not made[0].bias.requires_grad
     assert [one.training for one in made.modules()] == [one.training for one in model.modules()]
     assert not any(isinstance(one, FakeTensor) for one in model.parameters())
+
+
+def test_plain_tensors_are_the_models_own_memory() -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4))
+    mask, frozen = torch.ones(4), nn.Parameter(torch.ones(4), requires_grad=False)
+    model[0].mask, model[0].held = mask, [frozen, {"rows": mask[1:]}]
+    made: Any = skeleton(model).get_submodule("0")
+    mask.fill_(2.0)
+    frozen.data.fill_(3.0)
+    (first, inner), shared = made.held, made.mask
+    assert shared is not mask and [one.tolist() for one in (shared, first, inner["rows"])] == [[2.0] * 4, [3.0] * 4, [2.0] * 3]
