@@ -73,7 +73,7 @@ cxx: $(READY) ## the tests in C++ under sanitizers, and the fuzzer
 unit: $(READY) ## the tests of one process, on all cores
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "$(ONE_PROCESS)" $(ON_ALL_CORES)
 
-# A test of several processes waits for messages half of the time, so two of them run at a time. Then those run that measure times.
+# A test of several processes keeps about one core busy, so two of them run at a time. Then those run that measure times.
 processes: $(READY) ## the tests that start several processes
 	$(BIN)/pytest -m "processes and not (root or rdma or alone)" -n 2 --dist=worksteal
 	$(BIN)/pytest -m "(root or alone) and not rdma"

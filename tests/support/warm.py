@@ -14,6 +14,9 @@ from models import EXAMPLES
 for name in ("frontend.api", "frontend.builder", "runtime.transports.c10d.c10d", "runtime.transports.delegate.join"):
     import_module(f"adaptra.{name}")
 import_module("training")
+# What a first step and the import of a test's module load, half a second in each rank. No step runs here, as it starts threads.
+for name in ("pytest", "sympy.physics.units", "sympy.tensor.tensor", "torch._dynamo.backends.debugging"):
+    import_module(name)
 torch.set_num_threads(1)
 example = EXAMPLES["gpt_tied"]
 compile_example(example, example.make(), example.rows(2, 0), 2)

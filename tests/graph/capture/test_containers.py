@@ -216,7 +216,7 @@ class WithConstant(nn.Module):
         (Plain(rows(0), "one"), Plain(rows(0), "other")),
         (Plain(rows(0)), Derived(x=rows(0))),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),  # not a place in memory, which differs between workers
 )
 def test_a_step_with_another_constant_is_refused(constant: Any, other: Any) -> None:
     """Constants are those of the example, also ones within a list that the loop refills."""
