@@ -27,7 +27,7 @@ def test_a_module_brings_its_own_tests_then_its_room_then_what_imports_it() -> N
         "tests/passes/test_split_backward.py",
         "tests/passes/test_base.py",
     ]
-    assert chosen["tests/passes/test_split_backward.py"] == Near.IMPORTS
+    assert chosen["tests/passes/test_split_backward.py"] == Near.OWN
     assert chosen["tests/passes/test_fuse_backward.py"] == Near.ROOM
     assert chosen["tests/planning/test_limitation.py"] == Near.IMPORTERS, "planning.planner imports the pass"
     assert "tests/runtime/launch/test_connecting.py" not in chosen
@@ -38,12 +38,13 @@ def test_a_module_brings_its_own_tests_then_its_room_then_what_imports_it() -> N
     ("changed", "brings", "how_near"),
     [
         ("tests/planning/test_robust.py", "tests/planning/test_robust.py", Near.CHANGED),
-        ("tests/support/prose.py", "tests/house/test_prose.py", Near.ALWAYS),
+        ("runtime/control/policy.py", "tests/house/test_floors.py", Near.ALWAYS),
+        ("Makefile", "tests/house/test_check_changes.py", Near.IMPORTS),
         ("tests/support/errors_table.py", "tests/docs/test_errors.py", Near.IMPORTS),
         ("tests/links/linked_hosts.py", "tests/links/test_links.py", Near.IMPORTS),
         ("tests/golden/plan_one_stage.sched", "tests/planning/test_golden_plans.py", Near.IMPORTS),
         ("adaptra_compile/frontend/api.py", "tests/frontend/test_dynamo.py", Near.IMPORTS),
-        ("csrc/schedule/simulate/simulate.cc", "tests/simulation/test_simulate.py", Near.IMPORTS),
+        ("csrc/schedule/simulate/simulate.cc", "tests/simulation/test_simulate.py", Near.OWN),
         ("csrc/delegate/engine.cc", "tests/runtime/transports/delegate/test_close.py", Near.IMPORTS),
         ("docs/planner.md", "tests/docs/test_documentation.py", Near.ROOM),
         ("README.md", "tests/docs/test_readme.py", Near.IMPORTS),
