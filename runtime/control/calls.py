@@ -79,10 +79,11 @@ class Calls:
                 if not self._depth:
                     self._compare_at = None
 
-    def explain(self, error: Exception) -> Exception:
+    def explain(self, error: Exception, is_known: Callable[[], bool]) -> Exception:
         """Return the difference in calls that explains why a message could not be exchanged, or ``error`` if there is none.
 
-        Waits for the neighbours' calls a little longer than each neighbour waits before it writes them.
+        Waits for the neighbours' calls a little longer than each neighbour waits before it writes them. It waits no longer once
+        ``is_known`` is true, because the cause is another one.
         """
         # A sum's connection also breaks where a rank ends its waits because of such a difference.
         is_lost = isinstance(error, PeerLostError) and not isinstance(error.__cause__, RuntimeError)
@@ -94,13 +95,13 @@ class Calls:
             deadline = time.monotonic() + 2 * COMPARE_SECONDS
             try:
                 self._write()
-                while time.monotonic() < deadline and not self._ended.wait(_INTERVAL):
+                while time.monotonic() < deadline and not is_known() and not self._ended.wait(_INTERVAL):
                     for neighbour in self._neighbours:
                         self._compare(neighbour)
             except PipelineError as difference:
                 found.append(difference)
 
-        self._within(3 * COMPARE_SECONDS, compare)
+        self._within(3 * COMPARE_SECONDS, compare, is_known)
         return found[0] if found else error
 
     def ahead(self, ranks: Sequence[int]) -> list[int]:
@@ -160,7 +161,7 @@ class Calls:
             # The membership reports a lost store or a lost rank to every waiting thread.
             logger.debug("rank %d compares calls no more: %s", self._rank, error)
 
-    def _within(self, seconds: float, ask: Callable[[], None]) -> None:
+    def _within(self, seconds: float, ask: Callable[[], None], is_over: Callable[[], bool] = lambda: False) -> None:
         """Call ``ask`` and wait at most ``seconds`` for it, because a store that has stalled never answers."""
 
         def asking() -> None:
@@ -171,7 +172,9 @@ class Calls:
 
         thread = threading.Thread(target=asking, name=f"adaptra-calls-{self._rank}-once", daemon=True)
         thread.start()
-        thread.join(seconds)
+        deadline = time.monotonic() + seconds
+        while thread.is_alive() and not is_over() and (left := deadline - time.monotonic()) > 0:
+            thread.join(min(left, _INTERVAL))
 
     def _write(self) -> None:
         with self._lock:

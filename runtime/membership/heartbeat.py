@@ -174,7 +174,8 @@ class HeartbeatProtocol:
             return None
         # The host outlives the search for the cause of any other failure, so what this rank reported came of the host's end.
         message = f"the control store is lost: the process that hosts it died or can't be reached: {text}"
-        lost = self._lose(lost_error(host, message if host is None else f"rank {host} is lost: {message}", awaited))
+        message = message if host is None else f"rank {host} is lost: {message}"
+        lost = self._lose(lost_error(host, message, awaited), is_process=True)
         with self._guard:
             self.view.cut_off()
         return lost
@@ -206,7 +207,9 @@ class HeartbeatProtocol:
             cause = cause_of(failures)
             with self._guard:
                 is_found = view.find(cause, self._is_final(awaited_report(cause, failures)))
-            return self._lose(failure_error(cause, failures[cause], view.rank)) if is_found and not view.is_cause else None
+            if not is_found or view.is_cause:
+                return None
+            return self._lose(failure_error(cause, failures[cause], view.rank), is_process=failures[cause].is_certain)
         self._learn_whom_to_ask()
         for rank in self._judged():
             if (loss := self._loss_by_silence(rank)) is not None:
@@ -276,7 +279,7 @@ class HeartbeatProtocol:
         with self._guard:
             if self.view.lost is None and self.view.state is State.RUNNING:
                 self._report(Failure(0, str(lost), lost.rank, lost.edge, lost.op, is_certain=loss is not Loss.SILENT))
-        return self._lose(lost)
+        return self._lose(lost, is_process=True)
 
     def _report(self, failure: Failure) -> bool:
         is_first = self.view.fail(failure)
@@ -291,6 +294,6 @@ class HeartbeatProtocol:
         """Return a message that this rank waits for, or None."""
         return next(filter(None, map(self._waiting_for, self.view.others)), None)
 
-    def _lose(self, error: PeerLostError) -> PeerLostError | None:
+    def _lose(self, error: PeerLostError, *, is_process: bool = False) -> PeerLostError | None:
         with self._guard:
-            return error if self.view.lose(error) else None
+            return error if self.view.lose(error, is_process=is_process) else None

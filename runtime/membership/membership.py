@@ -104,6 +104,11 @@ class Membership:
         return self._protocol.view.lost
 
     @property
+    def has_lost_a_process(self) -> bool:
+        """True if the job ended because a process gives no sign of life, so that no other rank's error is to come."""
+        return self._protocol.view.has_lost_a_process
+
+    @property
     def has_lost_the_store(self) -> bool:
         """True if the store is lost, so that no request to it will be answered."""
         return self._protocol.view.phase is Phase.CUT_OFF

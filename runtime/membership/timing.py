@@ -14,7 +14,7 @@ CERTAIN_SECONDS: Final = 2.0
 _HURRY_INTERVAL: Final = 0.01
 """Seconds between two heartbeats of a rank in a hurry, per eight ranks, because all ranks in a hurry read all records."""
 _ASK_BEATS: Final = 2
-_FROZEN_SECONDS: Final = 3.25
+_FROZEN_SECONDS: Final = 2.75
 _STORE_SECONDS: Final = 6.0
 
 

@@ -54,6 +54,7 @@ class View:
         inquiry: See :class:`Inquiry`.
         cause: The rank whose failure was last found to be the cause, or None.
         lost: The reason why the job ended, if another rank or the store is lost.
+        has_lost_a_process: True if that is a process that gives no sign of life, and no rank's own error.
         reads_all: True once this rank reads all records because the job ends.
     """
 
@@ -67,6 +68,7 @@ class View:
         self.inquiry = Inquiry.NONE
         self.cause: int | None = None
         self.lost: PeerLostError | None = None
+        self.has_lost_a_process = False
         self.reads_all = False
         self._beat = 0
         self._bulletin = 0
@@ -103,11 +105,11 @@ class View:
         self._beat += 1
         return RankRecord(self._beat, self.state, self.failure, self.gone(), self.is_settled)
 
-    def lose(self, error: PeerLostError) -> bool:
+    def lose(self, error: PeerLostError, *, is_process: bool = False) -> bool:
         """Take the loss of another rank or the store. Returns True if it is the first, to be reported to the caller."""
         if self.lost is not None or self.phase is Phase.ENDED:
             return False
-        self.lost = error
+        self.lost, self.has_lost_a_process = error, is_process
         return True
 
     def cut_off(self) -> None:

@@ -142,7 +142,7 @@ class Worker:
         self.steps_before = self._evaluations = self._gathered = 0
         self._calls: Counter[str] = Counter()
         self._aborted_by: Exception | None = None
-        self.explain: Callable[[Exception], Exception] = _as_it_is
+        self.explain: Callable[[Exception, Callable[[], bool]], Exception] = _as_it_is
         self._shared = SharedValues(state, compiled.train, self._placement, transport, replicas, options.timeout, self.check)
         self.measured: deque[StageMeasurement] = deque(maxlen=KEPT_MEASUREMENTS * len(self._parts.stages))
         self.reduces: tuple[StageReduce, ...] = ()
@@ -586,7 +586,7 @@ class Worker:
             yield
         except Exception as error:
             ended_by = self._aborted_by if isinstance(error, PeerLostError) else None
-            cause = self.fail(ended_by or self.explain(error))
+            cause = self.fail(ended_by or self.explain(error, lambda: self._membership.has_lost_a_process))
             if cause is error:
                 raise
             raise cause from error
@@ -613,6 +613,6 @@ class Worker:
         self._transport.abort(error if isinstance(error, Exception) else AdaptraError(str(error)))
 
 
-def _as_it_is(error: Exception) -> Exception:
+def _as_it_is(error: Exception, is_known: Callable[[], bool]) -> Exception:
     """Return the error itself, as no other cause is known."""
     return error

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from processes import run_processes
 
-BUSY_SECONDS = 6
+BUSY_SECONDS = 5
 """Longer than a frozen process stays in the job."""
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from errors_table import check_documented
 from models import EXAMPLES
 from processes import run_processes
 from training import compiled
+
+from adaptra.errors import PeerLostError
+from adaptra.runtime.control.calls import COMPARE_SECONDS, Calls
 
 MICROBATCHES = 2
 DIFFERENT = (
@@ -69,3 +74,33 @@ def test_what_only_one_rank_calls_is_named_on_all(stages: int, tmp_path: Any) ->
     wanted = ["eval_step", "save_trace", *(["clip_grad_norm_", "full_state_dict"] if stages == 2 else [])]
     assert sorted(results[0]) == sorted(wanted)
     assert sorted(results[1]) == sorted([*wanted, "close"] if stages == 2 else wanted)
+
+
+class Frozen(dist.Store):
+    """A store whose host is frozen: no request is ever answered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.end = threading.Event()
+
+    def clone(self) -> Frozen:
+        """Return another client."""
+        return self
+
+    def set(self, key: str, value: str) -> None:
+        """Wait, as a client of a store that does not answer."""
+        self.end.wait(100)
+
+
+def test_a_cause_that_becomes_known_ends_the_wait_for_the_calls_of_others() -> None:
+    """The store's host froze: a neighbour saw that first and closed its connections, and this rank is about to see it."""
+    store, is_known = Frozen(), threading.Event()
+    calls = Calls(store, 0, 2, lambda _: None)
+    error = PeerLostError("connection closed by peer", rank=1)
+    error.__cause__ = RuntimeError("connection closed by peer")
+    threading.Timer(0.2, is_known.set).start()
+    began = time.monotonic()
+    assert calls.explain(error, is_known.is_set) is error
+    assert time.monotonic() - began < 2 * COMPARE_SECONDS
+    store.end.set()
+    calls.close()

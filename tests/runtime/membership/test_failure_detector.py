@@ -47,14 +47,14 @@ def test_a_process_that_is_gone_is_lost_as_soon_as_anything_is_certain() -> None
 
 def test_a_process_that_does_not_answer_is_lost_once_several_questions_went_unanswered() -> None:
     silent = dataclasses.replace(ANSWERED_EARLY, unanswered=3)
-    assert watching(until=7.25, heard_at=4.0).loss(1, silent) is None
-    assert watching(until=7.5, heard_at=4.0).loss(1, silent) is Loss.FROZEN
+    assert watching(until=6.75, heard_at=4.0).loss(1, silent) is None
+    assert watching(until=7.0, heard_at=4.0).loss(1, silent) is Loss.FROZEN
     hardly_asked = dataclasses.replace(silent, unanswered=2)
     assert watching(until=14.0, heard_at=4.0).loss(1, hardly_asked) is None
     assert watching(until=14.1, heard_at=4.0).loss(1, hardly_asked) is Loss.SILENT
     answered_since = dataclasses.replace(silent, answered_at=6.0)
-    assert watching(until=9.2, heard_at=4.0).loss(1, answered_since) is None
-    assert watching(until=9.3, heard_at=4.0).loss(1, answered_since) is Loss.FROZEN
+    assert watching(until=8.7, heard_at=4.0).loss(1, answered_since) is None
+    assert watching(until=8.8, heard_at=4.0).loss(1, answered_since) is Loss.FROZEN
 
 
 def test_a_process_that_answers_is_busy_for_as_long_as_a_message_may_take() -> None:
@@ -67,8 +67,8 @@ def test_a_process_that_answers_is_busy_for_as_long_as_a_message_may_take() -> N
     [
         (UNKNOWN, 6.0, 6.0),
         (dataclasses.replace(ANSWERED_EARLY, is_gone=True), 2.0, 2.0),
-        (dataclasses.replace(ANSWERED_EARLY, unanswered=3), 3.25, 3.25),
-        (dataclasses.replace(ANSWERED_EARLY, unanswered=3), 8.0, 3.25),
+        (dataclasses.replace(ANSWERED_EARLY, unanswered=3), 2.75, 2.75),
+        (dataclasses.replace(ANSWERED_EARLY, unanswered=3), 8.0, 2.75),
         (ANSWERED_EARLY, 10.0, 0.5),
         (dataclasses.replace(ANSWERED_EARLY, is_held=True), 300.0, 0.5),
     ],
