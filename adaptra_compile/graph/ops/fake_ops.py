@@ -1,16 +1,25 @@
-"""Fake versions of ops that torch can run but can't run on fake tensors."""
+"""Fake versions of ops that torch can't run on fake tensors, or whose results have other strides there.
+
+An op takes another way by its inputs' strides: ``linear`` copies what has gaps, and messages travel in the sender's layout.
+"""
 
 # pyright: reportPrivateUsage=false
 # Torch's own table of how ops run on fake tensors has no public name.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table, meta_table
+from torch._prims_common import compute_elementwise_output_strides, suggest_memory_format
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch._subclasses.fake_tensor import FakeTensorMode
+
+Strides = tuple[int, ...]
 
 
 def _grouped_mm(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
@@ -40,6 +49,115 @@ def _bound(
     return one, other, offs, bias, out_dtype
 
 
+def _as_dense_input(one: Tensor, *_: Any) -> Strides:
+    """A memory format in which the input is dense, else contiguous."""
+    wanted = suggest_memory_format(one)
+    return _in_format(one, wanted if one.is_contiguous(memory_format=wanted) else torch.contiguous_format)
+
+
+def _as_input(one: Tensor, *_: Any) -> Strides:
+    """The memory format that the input's strides suggest."""
+    return _in_format(one, suggest_memory_format(one))
+
+
+def _as_second(_: Tensor, one: Tensor, *__: Any) -> Strides:
+    """The same of the second argument; the first is the result's gradient."""
+    return _in_format(one, suggest_memory_format(one))
+
+
+def _contiguous(one: Tensor, *others: Any) -> Strides:
+    """Contiguous strides, of the largest tensor's shape."""
+    tensors = [one, *(other for other in others if isinstance(other, Tensor))]
+    return _in_format(max(tensors, key=Tensor.numel), torch.contiguous_format)
+
+
+def _elementwise(*args: Any) -> Strides:
+    """What an iteration over the elements of all arguments gives: the first one's strides, if it is dense."""
+    tensors = [one for one in args if isinstance(one, Tensor)]
+    most = max(one.numel() for one in tensors)
+    return tuple(compute_elementwise_output_strides(*(one for one in tensors if one.numel() == most)))
+
+
+def _like_input(one: Tensor, *_: Any) -> Strides:
+    """The input's strides, if it is dense."""
+    return _elementwise(one)
+
+
+def _like_second(_: Tensor, one: Tensor, *__: Any) -> Strides:
+    """The second argument's strides, if it is dense."""
+    return _elementwise(one)
+
+
+def _in_format(one: Tensor, wanted: torch.memory_format) -> Strides:
+    return torch.empty(one.shape, device="meta").contiguous(memory_format=wanted).stride()
+
+
+def _laid_out(rule: Callable[..., Strides], mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an op as torch does on contiguous tensors, and give its first result the strides that the CPU's kernel gives it."""
+    tensors = [one for one in args if isinstance(one, Tensor)]
+    is_as_torch_says = tensors[0].device.type != "cpu" or any(map(_is_symbolic, tensors))
+    is_as_torch_says = is_as_torch_says or all(one.is_contiguous() for one in tensors)
+    decomposed = decomposition_table.get(func)
+    if is_as_torch_says and decomposed is None:
+        return NotImplemented
+    with mode:
+        found = (decomposed or func)(*(args if is_as_torch_says else map(_dense, args)), **kwargs)
+        if is_as_torch_says:
+            return found
+        first, others = (found, None) if isinstance(found, Tensor) else (found[0], found[1:])
+        if first is not None and first.numel() == max(one.numel() for one in tensors):  # a reduced loss is a scalar
+            first = torch.empty_strided(first.shape, rule(*args), dtype=first.dtype, device=first.device)
+        return first if others is None else (first, *others)
+
+
+def _is_symbolic(one: Tensor) -> bool:
+    return any(isinstance(size, torch.SymInt) for size in one.shape)
+
+
+def _dense(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype, device=value.device) if isinstance(value, Tensor) else value
+
+
+def _roll(mode: FakeTensorMode, _: Any, one: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
+    """Join two parts in each dimension, as the CPU's kernel does: the result has the layout of that."""
+    if one.device.type != "cpu" or _is_symbolic(one) or one.is_contiguous() or not dims or one.numel() == 0:
+        return NotImplemented
+    with mode:
+        for shift, dimension in zip(shifts, dims, strict=True):
+            begin = -shift % one.shape[dimension]
+            one = torch.cat(
+                [one.narrow(dimension, begin, one.shape[dimension] - begin), one.narrow(dimension, 0, begin)], dimension
+            )
+        return one
+
+
+_aten = torch.ops.aten
+_LAID_OUT: Final[Mapping[Any, Callable[..., Strides]]] = {
+    _aten.native_batch_norm.default: _as_dense_input,
+    _aten.native_batch_norm_backward.default: _as_second,
+    _aten.native_layer_norm_backward.default: _contiguous,
+    _aten.channel_shuffle.default: _as_input,
+    _aten.mse_loss_backward.default: _contiguous,
+    _aten.smooth_l1_loss_backward.default: _contiguous,
+    _aten.huber_loss_backward.default: _contiguous,
+    _aten.glu_backward.default: _contiguous,
+    _aten.log_sigmoid_forward.default: _contiguous,
+    _aten.log_sigmoid_backward.default: _elementwise,
+    _aten.softplus_backward.default: _elementwise,
+    _aten.hardswish_backward.default: _elementwise,
+    _aten.hardsigmoid_backward.default: _elementwise,
+    _aten.hardtanh_backward.default: _elementwise,
+    _aten.elu_backward.default: _elementwise,
+    _aten.binary_cross_entropy.default: _like_input,
+    _aten.binary_cross_entropy_backward.default: _like_second,
+}
+"""The first result's strides by the CPU's kernels, where torch's fake version has others."""
+
+
 def describe_more_ops() -> None:
     """Register these ops for fake tensors, in the whole process."""
-    op_implementations_dict.setdefault(torch.ops.aten._grouped_mm.default, _grouped_mm)
+    fakes = {op: partial(_laid_out, rule) for op, rule in _LAID_OUT.items()}
+    for op, fake in {_aten._grouped_mm.default: _grouped_mm, _aten.roll.default: _roll, **fakes}.items():
+        op_implementations_dict.setdefault(op, fake)
+        if op in decomposition_table:  # torch decomposes it before it looks for a fake version, unless it has a meta function
+            meta_table.setdefault(op, decomposition_table[op])
