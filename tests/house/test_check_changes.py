@@ -143,6 +143,8 @@ def test_make_help_names_every_target() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([\w-]+):(?!=)", makefile, re.MULTILINE))
     assert "check" in targets and targets == set(re.findall(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[0].split())
-    printed = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    printed = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     said = dict(line.removeprefix("make ").split(maxsplit=1) for line in printed.splitlines())
     assert set(said) == targets

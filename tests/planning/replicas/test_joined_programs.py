@@ -76,8 +76,8 @@ def test_replicas_of_one_measured_step_may_have_other_numbers_of_microbatches(tm
     ((_, loaded),) = perfetto.load_all(tmp_path / "step.json")
     assert loaded.program == joined and [len(one) for one in loaded.ops] == [len(one) for one in ops]
     assert worker_table(timeline).count("\n") > 6
-    with pytest.raises(ScheduleError, match=r"^join: 1f1b of replica 1 has placement 0,0,1 and 3 microbatches: expected those"):
-        join([programs[0], generate_for("1f1b", (0, 0, 1), 3)], uneven=True)
+    with pytest.raises(ScheduleError, match=r"^join: 1f1b of replica 1 has placement 0,1,2 and 3 microbatches: expected those"):
+        join([programs[0], generate_for("1f1b", (0, 1, 2), 3)], uneven=True)
 
 
 def test_a_crossed_replica_has_no_order_of_its_own() -> None:
