@@ -202,8 +202,7 @@ class Following:
     def _evaluates_the_same(
         self, model: nn.Module, known: CompiledStages, like: CompiledStages, memory: Collection[int]
     ) -> bool:
-        args, kwargs = known.inputs.arguments(_example(known.inputs.specs, self._device))
-        targets = known.targets.unflatten(_example(known.targets.specs, self._device))
+        args, kwargs, targets = self._microbatch_of(known)
         loss = self._loss if known.with_loss else None
         try:
             now = compile_evaluation(model, args, kwargs, like=like, loss=loss, targets=targets, with_loss=known.with_loss)
@@ -211,14 +210,18 @@ class Following:
             return False  # an evaluation of this shape, if there is another, says why
         return evaluate_the_same(known, now, memory)
 
+    def _microbatch_of(self, compiled: CompiledStages) -> tuple[tuple[Any, ...], Mapping[str, Any], Any]:
+        """Return the arguments and targets of a microbatch for which stages were compiled."""
+        args, kwargs = compiled.inputs.arguments(_example(compiled.inputs.specs, self._device))
+        return args, kwargs, compiled.targets.unflatten(_example(compiled.targets.specs, self._device))
+
     @property
     def _device(self) -> torch.device:
         """The device of what the stages hold."""
         return self._empty_on or next((one.device for one in self._held), torch.device("cpu"))
 
     def _stages(self, model: nn.Module, like: CompiledStages) -> CompiledStages:
-        args, kwargs = like.inputs.arguments(_example(like.inputs.specs, self._device))
-        targets = like.targets.unflatten(_example(like.targets.specs, self._device))
+        args, kwargs, targets = self._microbatch_of(like)
         if isinstance(model, nn.ModuleList) and self._is_list:
             return compile_modules(model, args, kwargs, loss=self._loss, targets=targets)
         if not like.evaluates:

@@ -49,50 +49,33 @@ def _bound(
     return one, other, offs, bias, out_dtype
 
 
-def _as_dense_input(one: Tensor, *_: Any) -> Strides:
-    """A memory format in which the input is dense, else contiguous."""
+def _dense_format(one: Tensor) -> Strides:
+    """A memory format in which a tensor is dense, else contiguous."""
     wanted = suggest_memory_format(one)
     return _in_format(one, wanted if one.is_contiguous(memory_format=wanted) else torch.contiguous_format)
 
 
-def _as_input(one: Tensor, *_: Any) -> Strides:
-    """The memory format that the input's strides suggest."""
+def _suggested_format(one: Tensor) -> Strides:
+    """The memory format that a tensor's strides suggest."""
     return _in_format(one, suggest_memory_format(one))
 
 
-def _as_second(_: Tensor, one: Tensor, *__: Any) -> Strides:
-    """The same of the second argument; the first is the result's gradient."""
-    return _in_format(one, suggest_memory_format(one))
-
-
-def _contiguous(one: Tensor, *others: Any) -> Strides:
-    """Contiguous strides, of the largest tensor's shape."""
-    tensors = [one, *(other for other in others if isinstance(other, Tensor))]
-    return _in_format(max(tensors, key=Tensor.numel), torch.contiguous_format)
+def _contiguous(one: Tensor) -> Strides:
+    return _in_format(one, torch.contiguous_format)
 
 
 def _elementwise(*args: Any) -> Strides:
-    """What an iteration over the elements of all arguments gives: the first one's strides, if it is dense."""
+    """What an iteration over the elements of all tensors gives: the first one's strides, if it is dense."""
     tensors = [one for one in args if isinstance(one, Tensor)]
     most = max(one.numel() for one in tensors)
     return tuple(compute_elementwise_output_strides(*(one for one in tensors if one.numel() == most)))
-
-
-def _like_input(one: Tensor, *_: Any) -> Strides:
-    """The input's strides, if it is dense."""
-    return _elementwise(one)
-
-
-def _like_second(_: Tensor, one: Tensor, *__: Any) -> Strides:
-    """The second argument's strides, if it is dense."""
-    return _elementwise(one)
 
 
 def _in_format(one: Tensor, wanted: torch.memory_format) -> Strides:
     return torch.empty(one.shape, device="meta").contiguous(memory_format=wanted).stride()
 
 
-def _laid_out(rule: Callable[..., Strides], mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _laid_out(rule: Callable[..., Strides], of: slice, mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an op as torch does on contiguous tensors, and give its first result the strides that the CPU's kernel gives it."""
     tensors = [one for one in args if isinstance(one, Tensor)]
     is_as_torch_says = tensors[0].device.type != "cpu" or any(map(_is_symbolic, tensors))
@@ -106,7 +89,7 @@ def _laid_out(rule: Callable[..., Strides], mode: FakeTensorMode, func: Any, *ar
             return found
         first, others = (found, None) if isinstance(found, Tensor) else (found[0], found[1:])
         if first is not None and first.numel() == max(one.numel() for one in tensors):  # a reduced loss is a scalar
-            first = torch.empty_strided(first.shape, rule(*args), dtype=first.dtype, device=first.device)
+            first = torch.empty_strided(first.shape, rule(*args[of]), dtype=first.dtype, device=first.device)
         return first if others is None else (first, *others)
 
 
@@ -132,31 +115,32 @@ def _roll(mode: FakeTensorMode, _: Any, one: Tensor, shifts: Sequence[int], dims
 
 
 _aten = torch.ops.aten
-_LAID_OUT: Final[Mapping[Any, Callable[..., Strides]]] = {
-    _aten.native_batch_norm.default: _as_dense_input,
-    _aten.native_batch_norm_backward.default: _as_second,
-    _aten.native_layer_norm_backward.default: _contiguous,
-    _aten.channel_shuffle.default: _as_input,
-    _aten.mse_loss_backward.default: _contiguous,
-    _aten.smooth_l1_loss_backward.default: _contiguous,
-    _aten.huber_loss_backward.default: _contiguous,
-    _aten.glu_backward.default: _contiguous,
-    _aten.log_sigmoid_forward.default: _contiguous,
-    _aten.log_sigmoid_backward.default: _elementwise,
-    _aten.softplus_backward.default: _elementwise,
-    _aten.hardswish_backward.default: _elementwise,
-    _aten.hardsigmoid_backward.default: _elementwise,
-    _aten.hardtanh_backward.default: _elementwise,
-    _aten.elu_backward.default: _elementwise,
-    _aten.binary_cross_entropy.default: _like_input,
-    _aten.binary_cross_entropy_backward.default: _like_second,
+_FIRST, _SECOND, _ALL = slice(0, 1), slice(1, 2), slice(None)
+_LAID_OUT: Final[Mapping[Any, tuple[Callable[..., Strides], slice]]] = {
+    _aten.native_batch_norm.default: (_dense_format, _FIRST),
+    _aten.native_batch_norm_backward.default: (_suggested_format, _SECOND),
+    _aten.native_layer_norm_backward.default: (_contiguous, _SECOND),
+    _aten.channel_shuffle.default: (_suggested_format, _FIRST),
+    _aten.mse_loss_backward.default: (_contiguous, _SECOND),
+    _aten.smooth_l1_loss_backward.default: (_contiguous, _SECOND),
+    _aten.huber_loss_backward.default: (_contiguous, _SECOND),
+    _aten.glu_backward.default: (_contiguous, _SECOND),
+    _aten.log_sigmoid_forward.default: (_contiguous, _FIRST),
+    _aten.log_sigmoid_backward.default: (_elementwise, _ALL),
+    _aten.softplus_backward.default: (_elementwise, _ALL),
+    _aten.hardswish_backward.default: (_elementwise, _ALL),
+    _aten.hardsigmoid_backward.default: (_elementwise, _ALL),
+    _aten.hardtanh_backward.default: (_elementwise, _ALL),
+    _aten.elu_backward.default: (_elementwise, _ALL),
+    _aten.binary_cross_entropy.default: (_elementwise, _FIRST),
+    _aten.binary_cross_entropy_backward.default: (_elementwise, _SECOND),
 }
-"""The first result's strides by the CPU's kernels, where torch's fake version has others."""
+"""The first result's strides by the CPU's kernels, where torch's fake version has others: a rule, and its arguments."""
 
 
 def describe_more_ops() -> None:
     """Register these ops for fake tensors, in the whole process."""
-    fakes = {op: partial(_laid_out, rule) for op, rule in _LAID_OUT.items()}
+    fakes = {op: partial(_laid_out, rule, of) for op, (rule, of) in _LAID_OUT.items()}
     for op, fake in {_aten._grouped_mm.default: _grouped_mm, _aten.roll.default: _roll, **fakes}.items():
         op_implementations_dict.setdefault(op, fake)
         if op in decomposition_table:  # torch decomposes it before it looks for a fake version, unless it has a meta function
