@@ -258,6 +258,7 @@ def switch_plans(rank: int, transport: str = "c10d", delegate: bool = False) -> 
     return after, [plan.version for plan in plans], switches, delegated, differences(steps, expected, whole=False)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("transport", "delegate"), [("c10d", False), ("c10d", True)])
 def test_a_switch_of_plans_changes_no_number_and_comes_at_one_step_on_all_ranks(transport: str, delegate: bool) -> None:
     """Rules 1 and 4: bitwise equal before, during and after, with evaluations in between."""

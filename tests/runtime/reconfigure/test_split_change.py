@@ -303,6 +303,7 @@ def test_a_cut_where_less_is_sent_is_taken_if_bandwidth_binds() -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.alone
 def test_two_processes_settle_on_the_same_cut() -> None:
     results = run_processes(settled, 2)
     assert [split for _, split, *_ in results] == [("layers.4",)] * 2
