@@ -263,7 +263,11 @@ SLOW = adaptra.Options(faults=["rate 0-1 40kB @0"], adapt=False)
 """A message of the wide layers occupies the edge for 50 ms, one of the waist for 6 ms."""
 
 
-def settled(rank: int | None = None, steps: int = 8) -> tuple[list[float], tuple[str | None, ...], list[Any], dict[str, str]]:
+WAIST_STEPS = 16
+"""Enough for a link to be measured beside what else the machine does, and some behind the cut."""
+
+
+def settled(rank: int | None = None, steps: int = WAIST_STEPS) -> tuple[list[float], tuple[str | None, ...], list[Any], dict[str, str]]:
     """Losses, the split, what settling told and how it was told, and digests of the state: a pipeline whose link is slow."""
     import torch.distributed as dist
 
@@ -281,7 +285,7 @@ def settled(rank: int | None = None, steps: int = 8) -> tuple[list[float], tuple
             found.append(pipe.step(inputs, targets).item())
             optimizer.step()
             optimizer.zero_grad()
-            if step == 4:
+            if step == steps - 4:
                 told.append(str(pipe.settle_split(optimizer, horizon=10**5)))
                 told += [event.text for event in pipe.events if event.kind is EventKind.SPLIT]
         state = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in pipe.state_dict().items()}
@@ -290,7 +294,7 @@ def settled(rank: int | None = None, steps: int = 8) -> tuple[list[float], tuple
 
 def plain() -> tuple[list[float], dict[str, str]]:
     """The losses and the state of the plain model in the same steps."""
-    steps = train_alone(WAIST, [WAIST.rows(4 * 8, seed=step) for step in range(8)], 4)
+    steps = train_alone(WAIST, [WAIST.rows(4 * 8, seed=step) for step in range(WAIST_STEPS)], 4)
     state = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in steps[-1].state.items()}
     return [one.losses.mean().item() for one in steps], state
 
