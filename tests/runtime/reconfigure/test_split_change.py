@@ -267,7 +267,9 @@ WAIST_STEPS = 16
 """Enough for a link to be measured beside what else the machine does, and some behind the cut."""
 
 
-def settled(rank: int | None = None, steps: int = WAIST_STEPS) -> tuple[list[float], tuple[str | None, ...], list[Any], dict[str, str]]:
+def settled(
+    rank: int | None = None, steps: int = WAIST_STEPS
+) -> tuple[list[float], tuple[str | None, ...], list[Any], dict[str, str]]:
     """Losses, the split, what settling told and how it was told, and digests of the state: a pipeline whose link is slow."""
     import torch.distributed as dist
 
