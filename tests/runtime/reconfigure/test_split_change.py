@@ -267,9 +267,7 @@ WAIST_STEPS = 16
 """Enough for a link to be measured beside what else the machine does, and some behind the cut."""
 
 
-def settled(
-    rank: int | None = None, steps: int = WAIST_STEPS
-) -> tuple[list[float], tuple[str | None, ...], list[Any], dict[str, str]]:
+def settled(rank: int | None = None) -> tuple[list[float], tuple[str | None, ...], list[Any], dict[str, str]]:
     """Losses, the split, what settling told and how it was told, and digests of the state: a pipeline whose link is slow."""
     import torch.distributed as dist
 
@@ -282,12 +280,12 @@ def settled(
         options=SLOW,
     ) as pipe:  # fmt: skip
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
-        for step in range(steps):
+        for step in range(WAIST_STEPS):
             (inputs,), _, targets = WAIST.rows(4 * 8, seed=step)
             found.append(pipe.step(inputs, targets).item())
             optimizer.step()
             optimizer.zero_grad()
-            if step == steps - 4:
+            if step == WAIST_STEPS - 4:
                 told.append(str(pipe.settle_split(optimizer, horizon=10**5)))
                 told += [event.text for event in pipe.events if event.kind is EventKind.SPLIT]
         state = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in pipe.state_dict().items()}
