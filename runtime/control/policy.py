@@ -193,6 +193,7 @@ class Policy:
         self._speculation = Speculation()
         self._drafted: Detection | None = None
         self._unplanned: Detection | None = None
+        self._undecided: Detection | None = None
         self._suggested: tuple[Program, str] | None = None
         self._postponed: _Postponed | None = None
         self._home: Program | None = None
@@ -255,15 +256,17 @@ class Policy:
         if self._unplanned is not None:
             detection, self._unplanned = self._unplanned, None
             return [self._begin_planning(detection, current, is_draft=False)]
+        if late := self._begin_late(current, now):
+            return late
         if (suspicion := self._speculation.suspicion) is not None and suspicion is not self._drafted:
             self._drafted = suspicion
             return [self._begin_planning(suspicion, current, is_draft=True)]
-        return self._begin_late(current, now)
+        return []
 
     def _begin_late(self, current: Plan, now: float) -> list[Action]:
         """Propose a plan that has waited for long enough, or look at whether microbatches are away for nothing."""
         if self._postponed is not None and self._is_due(self._postponed):
-            postponed, self._postponed = self._postponed, None
+            postponed, self._postponed, self._undecided = self._postponed, None, None
             if postponed.running == current.program and self._still_wins(postponed.plan, current):
                 return [self._propose(postponed.plan, postponed.before, now)]
         elif self._postponed is None and (review := self._review(current)) is not None:
@@ -271,16 +274,19 @@ class Policy:
         return []
 
     def _is_due(self, postponed: _Postponed) -> bool:
-        """Return True if a plan has waited for long enough. A host that was busy scatters steps for a while only, so the steps
-        since the detection may be surer than those before.
+        """Return True if a plan has waited for long enough.
+
+        Steps that scattered before the detection may do so no more, as those of a host that was busy for a while. The steps since
+        then say so by themselves once they are many; before that, together with those before.
         """
         detection, waited = postponed.detection, self._observed - postponed.detection.step
         if self._observed >= postponed.step:
             return True
-        if waited < max(detection.hold_off, self._options.detector.window):
+        if waited < detection.hold_off:
             return False
-        gain = postponed.before - postponed.plan.predicted
-        return steps_until_sure(gain, self._detector.noise_of(waited)) <= waited
+        options, gain = self._options.detector, postponed.before - postponed.plan.predicted
+        noise = self._detector.noise_of(waited if waited >= options.window else options.memory)
+        return steps_until_sure(gain, noise) <= waited
 
     def _review(self, current: Plan) -> Detection | None:
         """Return what the last steps measured, now and then, if microbatches are away from home and gain nothing by that.
@@ -312,7 +318,8 @@ class Policy:
             return []
         if detection is not None:
             actions.append(self._event(EventKind.DETECTED, step, current, detection.reason))
-            self._unplanned, self._postponed = detection, None
+            self._unplanned = self._undecided = detection.after(self._undecided)
+            self._postponed = None
             self._speculation.confirm()
         if self._options.adapt:
             self._speculation.suspect(step, self._detector.foresee(measurements))
@@ -378,6 +385,7 @@ class Policy:
     def _conclude(self, outcome: PlanningOutcome, current: Plan, step: int, now: float) -> list[Action]:
         actions: list[Action] = []
         before, plan = outcome.before, outcome.plan
+        undecided, self._undecided = self._undecided, None
         if outcome.remedies is not None:
             actions.append(self._event(EventKind.LIMITED, step, current, str(outcome.remedies)))
         if outcome.error is not None:
@@ -394,6 +402,7 @@ class Policy:
         elif steps := _steps_to_wait(outcome.detection, math.inf if is_plainer else before - plan.predicted):
             detection = outcome.detection
             self._postponed = _Postponed(plan, before, detection.step + steps, current.program, detection)
+            self._undecided = undecided
             text = f"{_why_postponed(outcome.detection, plan, before)} {steps} steps after step {outcome.detection.step}"
             actions.append(self._event(EventKind.KEPT, self._observed, current, text, before, before))
         else:

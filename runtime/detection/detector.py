@@ -63,6 +63,16 @@ class Detection:
             return "nothing is gained any more, as the last steps measured"
         return "; ".join(map(str, self.changes)) or "calibrated by measurement"
 
+    def after(self, earlier: Detection | None) -> Detection:
+        """Return this detection with the changes of an earlier one, for which nothing was decided, that it does not replace."""
+        if earlier is None:
+            return self
+        mine = {(type(change), change.where) for change in self.changes}
+        # What looked like a slow edge was losses, as is known now.
+        mine |= {(EdgeChange, change.where) for change in self.changes if isinstance(change, LossChange)}
+        kept = tuple(change for change in earlier.changes if (type(change), change.where) not in mine)
+        return replace(self, changes=(*kept, *self.changes))
+
     def with_occupancies(self, edges: Sequence[tuple[int, int]], factor: float) -> Detection:
         """Return the detection as it would be if each message occupied these edges for ``factor`` times as long."""
         scenarios = tuple(replace(one, cost=one.cost.with_occupancies(edges, factor)) for one in self.scenarios)

@@ -238,7 +238,7 @@ def switch_plans(rank: int, transport: str = "c10d", delegate: bool = False) -> 
     dist.init_process_group("gloo")
     options = adaptra.Options(
         schedule="1f1b",
-        faults=["delay 1-2 40ms @12"],
+        faults=["delay 1-2 40ms @6"],
         emulate=adaptra.EmulatedDevice(0.004, 0.004, 0.004),
         delegate=delegate,
     )

@@ -151,14 +151,14 @@ def test_a_coordinator_killed_in_a_proposal_ends_the_others_under_one_plan(
 
 
 def pause(rank: int, port: int, folder: str, victim: int) -> tuple[list[str], list[float]]:
-    """The victim stops for 5 s as a plan is proposed; training ends three steps after the switch."""
+    """The victim stops for 2 s as a plan is proposed; training ends three steps after the switch."""
     training = Training(rank, port, folder, op_seconds=0.02)
     paused_at, switched = 4, []
 
     def act(step: int, pipe: adaptra.Pipeline) -> None:
         if step == paused_at and rank == victim:
             me = os.getpid()
-            subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -STOP {me}; sleep 5; kill -CONT {me}"])
+            subprocess.Popen(["sh", "-c", f"sleep 0.1; kill -STOP {me}; sleep 2; kill -CONT {me}"])
         if step == paused_at:
             suggest(pipe, "gpipe", "another order")
 
@@ -171,14 +171,14 @@ def pause(rank: int, port: int, folder: str, victim: int) -> tuple[list[str], li
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_training_goes_on_after_a_rank_was_paused_for_five_seconds(victim: int, store: dist.TCPStore, tmp_path: Path) -> None:
-    """Five seconds are less than a lost rank's ten. The pause costs its five seconds, once, and the plan still comes."""
+def test_training_goes_on_after_a_rank_was_paused_for_two_seconds(victim: int, store: dist.TCPStore, tmp_path: Path) -> None:
+    """A frozen rank is lost after 2.75 s. The pause costs its two seconds, once, and the plan still comes."""
     results = run_processes(pause, RANKS, store.port, str(tmp_path), victim)
     assert [differences for differences, _ in results] == [[]] * RANKS
     steps = len(results[0][1])
     for _, seconds in results:
         assert len(seconds) == steps
-        assert max(seconds) > 4.5
+        assert max(seconds) > 1.8
     assert set(check_events(read_events(tmp_path), dict.fromkeys(range(RANKS), steps))) == {1}
 
 

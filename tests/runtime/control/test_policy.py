@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
 import pytest
@@ -30,10 +31,10 @@ class Run:
         self.world = world
         self.versions = [world.plan.version]
 
-    def steps(self, count: int, cost: CostModel) -> None:
+    def steps(self, count: int, cost: CostModel, seconds: float = SECONDS) -> None:
         for _ in range(count):
             step = len(self.versions) - 1
-            plan = self.world.step([measurement(rank, step, cost) for rank in range(RANKS)])
+            plan = self.world.step([replace(measurement(rank, step, cost), seconds=seconds) for rank in range(RANKS)])
             self.versions.append(plan.version)
 
     def of(self, kind: type[Kind]) -> list[Kind]:
@@ -159,6 +160,40 @@ def test_a_proposal_that_a_rank_does_not_confirm_is_withdrawn_in_time() -> None:
     withdrawn = run.of(Withdraw)
     assert [one.why for one in withdrawn] == [f"not confirmed by rank {RANKS - 1} within {3 * SECONDS} s"]
     assert run.versions[-1] == 0
+
+
+def scattered(options: ControllerOptions | None = None, times: int = 1) -> Run:
+    """A run in which every other step took longer before the link turned slow, so that the plan for that waits."""
+    run = Run(PolicyWorld(plan_zero(), RANKS, PLANNING, options))
+    run.steps(CALIBRATED, HEALTHY)
+    for _ in range(times):
+        run.steps(1, HEALTHY, SECONDS + 0.8)
+        run.steps(1, HEALTHY)
+    run.world.actions.clear()
+    run.steps(2, SLOW, SECONDS + 0.8)
+    assert run.world.events(EventKind.KEPT)[0].text.startswith("steps scatter by ")
+    return run
+
+
+def test_a_plan_that_waits_for_scattered_steps_comes_once_enough_of_them_were_calm() -> None:
+    """Of the first five differences between steps three are large. Steps that follow show that the noise was one step's."""
+    run = scattered()
+    waits = int(run.world.events(EventKind.KEPT)[0].text.split(" steps after step ")[0].rsplit(" ", 1)[1])
+    detected = len(run.versions) - 1
+    run.steps(5, SLOW, SECONDS + 0.8)
+    assert run.world.plan.program == SLOW_PROGRAM
+    assert run.world.plan.reason == run.world.events(EventKind.DETECTED)[0].text
+    assert run.versions.index(1) - detected <= 5 < waits
+
+
+def test_a_plan_names_the_changes_that_waited_for_one_and_were_overtaken() -> None:
+    """The link turned slow, and then a stage while the plan for the link waited: the link must not miss the delegate."""
+    run = scattered(ControllerOptions(delegate=True), times=4)
+    run.steps(12, SLOW.with_stage(3, 0.026, 0.026, 0.013), SECONDS + 0.8)
+    assert [len(event.text.split("; ")) for event in run.world.events(EventKind.DETECTED)] == [2, 1]
+    plan = run.world.plan
+    assert (plan.program, plan.delegated) == (SLOW_PROGRAM, ((1, 2), (2, 1)))
+    assert "edge 1→2 slow" in plan.reason and "stage 3 slow" in plan.reason
 
 
 def test_a_planner_without_a_plan_keeps_the_old_one() -> None:
