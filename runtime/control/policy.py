@@ -276,8 +276,8 @@ class Policy:
     def _is_due(self, postponed: _Postponed) -> bool:
         """Return True if a plan has waited for long enough.
 
-        Steps that scattered before the detection may do so no more, as those of a host that was busy for a while. The steps since
-        then say so by themselves once they are many; before that, together with those before.
+        A host that was busy scatters steps for a while only, so the steps since the detection may be surer than those before.
+        Once they are many they count alone, until then together with those before.
         """
         detection, waited = postponed.detection, self._observed - postponed.detection.step
         if self._observed >= postponed.step:

@@ -20,6 +20,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
+from torch.distributed import DistError
+
 from adaptra.errors import PeerLostError
 from adaptra.runtime.membership.awake_clock import AwakeClock
 from adaptra.runtime.membership.cause import failure_of
@@ -122,9 +124,11 @@ class Membership:
             op: The op at that time, if known.
 
         Returns:
-            The error to be raised: the failure of another rank if that was first, else ``error``.
+            The error to be raised: the failure of another rank or the loss of the store if that was first, else ``error``.
         """
         failure = failure_of(error, edge, op)
+        if (of_store := _error_of_store(error)) is not None:
+            self._report_loss(self._protocol.lose_store(str(of_store)))
         with self._condition:
             self._protocol.fail(failure, error)
             self._condition.notify_all()
@@ -203,6 +207,12 @@ def _questions_from(address: str, now: Callable[[], float]) -> DirectQuestions |
     except (RuntimeError, ValueError) as error:
         logger.warning("no direct questions from %s: %s: silent ranks are lost, also if they are only busy", address, error)
         return None
+
+
+def _error_of_store(error: BaseException) -> DistError | None:
+    """Return the error of a request to the store that caused an error, if one did: no request is repeated after it."""
+    found = error if isinstance(error, DistError) else error.__cause__
+    return found if isinstance(found, DistError) and not isinstance(error, PeerLostError) else None
 
 
 def _unknown(rank: int) -> Identity | None:

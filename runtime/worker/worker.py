@@ -298,7 +298,8 @@ class Worker:
         number = self._calls[call]
         self._calls[call] += 1
         if self._ranks > 1 and is_due(number):
-            self.controller.send_checksums(call, number, numbers_of(given), self.training_step)
+            with self._reporting_errors():
+                self.controller.send_checksums(call, number, numbers_of(given), self.training_step)
 
     def forward(self, inputs: Batch) -> tuple[tuple[Tensor, ...], PendingBackward]:
         """Run the forward pass of all microbatches of a pipeline without a loss.
