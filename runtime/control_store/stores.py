@@ -92,6 +92,12 @@ def renewed(client: Store) -> Store:
     return made
 
 
+def error_of_store(error: BaseException) -> DistError | None:
+    """Return the failure of a request to the store that an error is or was raised from; None if there is none."""
+    found = error if isinstance(error, DistError) else error.__cause__
+    return found if isinstance(found, DistError) else None
+
+
 class Connection:
     """A client of a store that reconnects when its connection breaks. Any thread may use it.
 

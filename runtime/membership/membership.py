@@ -20,8 +20,6 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from torch.distributed import DistError
-
 from adaptra.errors import PeerLostError
 from adaptra.runtime.membership.awake_clock import AwakeClock
 from adaptra.runtime.membership.cause import failure_of
@@ -115,19 +113,27 @@ class Membership:
         """True if the store is lost, so that no request to it will be answered."""
         return self._protocol.view.phase is Phase.CUT_OFF
 
-    def fail(self, error: BaseException, *, edge: tuple[int, int] | None = None, op: str | None = None) -> BaseException:
+    def fail(
+        self,
+        error: BaseException,
+        *,
+        edge: tuple[int, int] | None = None,
+        op: str | None = None,
+        of_store: BaseException | None = None,
+    ) -> BaseException:
         """Report to the others that this rank failed. Blocks until those that live know the cause, for seconds at most.
 
         Args:
             error: The cause. A :class:`PeerLostError` reports the loss of its rank, with its edge and op.
             edge: The directed edge of stages at that time, if known.
             op: The op at that time, if known.
+            of_store: The failure of a request to the store that is the cause of ``error``, if one is.
 
         Returns:
             The error to be raised: the failure of another rank or the loss of the store if that was first, else ``error``.
         """
         failure = failure_of(error, edge, op)
-        if (of_store := _error_of_store(error)) is not None:
+        if of_store is not None:
             self._report_loss(self._protocol.lose_store(str(of_store)))
         with self._condition:
             self._protocol.fail(failure, error)
@@ -207,12 +213,6 @@ def _questions_from(address: str, now: Callable[[], float]) -> DirectQuestions |
     except (RuntimeError, ValueError) as error:
         logger.warning("no direct questions from %s: %s: silent ranks are lost, also if they are only busy", address, error)
         return None
-
-
-def _error_of_store(error: BaseException) -> DistError | None:
-    """Return the error of a request to the store that caused an error, if one did: no request is repeated after it."""
-    found = error if isinstance(error, DistError) else error.__cause__
-    return found if isinstance(found, DistError) and not isinstance(error, PeerLostError) else None
 
 
 def _unknown(rank: int) -> Identity | None:

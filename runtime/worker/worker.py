@@ -31,7 +31,7 @@ from adaptra.runtime.control.replanning import Planning
 from adaptra.runtime.control.same_rows import is_due, numbers_of
 from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.control_store.signed_store import under
-from adaptra.runtime.control_store.stores import Connection, own_address, rank_0_has
+from adaptra.runtime.control_store.stores import Connection, error_of_store, own_address, rank_0_has
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.detection.measurement import StageMeasurement
 from adaptra.runtime.detection.monitor import Monitor, StepRecords, merge_timelines
@@ -553,7 +553,9 @@ class Worker:
         Returns:
             The first failure of any rank, to be raised in place of ``error``.
         """
-        cause = self._membership.fail(error)
+        # A lost rank has its own name, whatever the error that showed it was raised from.
+        of_store = None if isinstance(error, PeerLostError) else error_of_store(error)
+        cause = self._membership.fail(error, of_store=of_store)
         cause = cause if isinstance(cause, Exception) else error
         if self._replicas is not None and isinstance(cause, PeerLostError):
             cause = self._replicas.placed(cause)

@@ -282,14 +282,12 @@ def test_a_store_that_does_not_answer_is_lost() -> None:
     job.close()
 
 
-@pytest.mark.parametrize("is_wrapped", [False, True])
-def test_an_error_of_a_request_to_the_store_is_the_loss_of_the_store(is_wrapped: bool) -> None:
+def test_an_error_of_a_request_to_the_store_is_the_loss_of_the_store() -> None:
     """Training asks the store too, and may be the first to be refused."""
     job = Job(2, lost_after=5.0)
     refused = dist.DistNetworkError("host:1 refuses connections")
     error = ControlError("rank 0 lost the store of the control plane: host:1 refuses connections")
-    error.__cause__ = refused
-    raised = job.members[0].fail(error if is_wrapped else refused)
+    raised = job.members[0].fail(error, of_store=refused)
     check_documented("PeerLostError", str(raised), DOCUMENTED["store"])
     assert "died or can't be reached: host:1 refuses connections" in str(raised)
     job.close()
