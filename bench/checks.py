@@ -16,7 +16,7 @@ from _table import Row, parser, print_rows
 from step_against_torch import VOCABULARY, llama, token_loss
 
 import adaptra
-from adaptra.runtime.control.same_rows import EVERY, numbers_of
+from adaptra.runtime.control.agreement.same_rows import EVERY, numbers_of
 from adaptra.runtime.state.checksum import checksums
 
 

@@ -20,10 +20,10 @@ from pathlib import Path
 
 from _table import Row, parser, print_rows
 
-from adaptra.runtime.control.relay import RelayOptions
+from adaptra.runtime.control.mail.relay import RelayOptions
 from adaptra.runtime.detection.level_shift import DetectorOptions
-from adaptra.runtime.detection.measurement import StepMeasurement
 from adaptra.runtime.detection.news import REMEMBERED
+from adaptra.runtime.measuring.measurement import StepMeasurement
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path += [str(ROOT / "tests" / "support")]

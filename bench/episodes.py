@@ -21,7 +21,7 @@ from _table import Row, parser, print_rows
 from rich.console import Console
 from rich.progress import Progress, track
 
-from adaptra.runtime.control.policy import ControllerOptions
+from adaptra.runtime.control.deciding.policy import ControllerOptions
 from adaptra.runtime.detection.changes import ChangeKind
 from adaptra.runtime.detection.level_shift import DetectorOptions
 from adaptra.simulation.cost import Case, CostModel

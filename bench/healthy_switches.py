@@ -25,7 +25,7 @@ from _ranks import run_on_ranks, small_problem
 from _table import Row, parser, print_rows
 
 import adaptra
-from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 
 BESIDE = 20
 """How many steps before and after a switch are compared."""

@@ -20,7 +20,7 @@ from _ranks import WIDTH, layer, layer_with_buffers, run_on_ranks, small_problem
 from _table import Row, parser, print_rows
 
 import adaptra
-from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from job_world import SECONDS, job_world, measured

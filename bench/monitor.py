@@ -17,7 +17,7 @@ from _ranks import run_on_ranks, small_problem, timed_in_turn
 from _table import Row, parser, print_rows
 
 import adaptra
-from adaptra.runtime.detection.monitor import Monitor
+from adaptra.runtime.measuring.monitor import Monitor
 
 
 def record_often(ranks: int, microbatches: int, times: int) -> float:

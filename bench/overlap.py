@@ -34,7 +34,7 @@ from _table import Row, parser, print_rows
 from torch import nn
 
 import adaptra
-from adaptra.runtime.detection.reduces import StepReduces, exposed_seconds
+from adaptra.runtime.measuring.reduces import StepReduces, exposed_seconds
 from adaptra.simulation.simulate import simulate
 
 STAGES = 4

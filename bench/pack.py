@@ -14,7 +14,7 @@ from _table import Row, median_seconds, parser, print_rows
 from torch import Tensor
 
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
-from adaptra.runtime.transports.delegate import pack
+from adaptra.runtime.devices import pack
 from adaptra.runtime.transports.message_format import flat_bytes, views_of
 
 

@@ -25,15 +25,15 @@ from pathlib import Path
 from _table import Row, parser, print_rows
 
 from adaptra.planning.planner import plan
-from adaptra.planning.replicas.job_planner import plan_job
-from adaptra.planning.replicas.job_remedies import compare_remedies
-from adaptra.planning.replicas.joined_programs import join
-from adaptra.planning.replicas.large_jobs import plan_large
-from adaptra.planning.replicas.measured_jobs import UpdateSeconds, measured_case
-from adaptra.planning.replicas.period_bound import flow_bound, period_bound
-from adaptra.planning.replicas.recut import recuts
-from adaptra.planning.replicas.resilience import Resilience
-from adaptra.planning.replicas.responses import ResponseKind, ResponsePrices
+from adaptra.planning.remedies.job_remedies import compare_remedies
+from adaptra.planning.responses.recut import recuts
+from adaptra.planning.responses.resilience import Resilience
+from adaptra.planning.responses.responses import ResponseKind, ResponsePrices
+from adaptra.planning.routes.job_planner import plan_job
+from adaptra.planning.routes.joined_programs import join
+from adaptra.planning.routes.large_jobs import plan_large
+from adaptra.planning.routes.measured_jobs import UpdateSeconds, measured_case
+from adaptra.planning.routes.period_bound import flow_bound, period_bound
 from adaptra.program import Program
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.job_case import JobCase, WorkerLink

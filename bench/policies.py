@@ -16,13 +16,13 @@ from pathlib import Path
 from _table import Row, parser, print_rows
 
 from adaptra.program.schedules import one_f_one_b
-from adaptra.runtime.control.events import EventKind
-from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.control.plan_log import Agreement
-from adaptra.runtime.control.policy import BeginPlanning, ControllerOptions, PlanningOutcome, Policy
-from adaptra.runtime.control.replanning import Planning
+from adaptra.runtime.control.deciding.policy import BeginPlanning, ControllerOptions, PlanningOutcome, Policy
+from adaptra.runtime.control.deciding.replanning import Planning
+from adaptra.runtime.control.plans.events import EventKind
+from adaptra.runtime.control.plans.plan import Plan
+from adaptra.runtime.control.plans.plan_log import Agreement
 from adaptra.runtime.detection.detector import Detector
-from adaptra.runtime.detection.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
+from adaptra.runtime.measuring.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
 

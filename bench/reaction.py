@@ -23,7 +23,7 @@ import torch.distributed as dist
 from _ranks import run_on_ranks
 from _table import Row, parser, print_rows
 
-from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from fault_episodes import judge, misplaced, random_episodes, train_through

@@ -25,9 +25,9 @@ from _ranks import WIDTH, change_links, run_on_hosts, run_on_ranks, small_proble
 from _table import Row, parser, print_rows
 
 import adaptra
-from adaptra.planning.replicas.period_bound import flow_bound
+from adaptra.planning.routes.period_bound import flow_bound
 from adaptra.program.placement import in_turn
-from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 from adaptra.runtime.step_messages.rate_probes import EVERY as RATE_EVERY
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.job_case import JobCase, WorkerLink

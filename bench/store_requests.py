@@ -29,8 +29,8 @@ from counting_store import CountingStore
 from stepped_ranks import SteppedRanks
 
 from adaptra.errors import TransportError
+from adaptra.runtime.exchange.store_exchange import exchange
 from adaptra.runtime.launch.arguments import agree_on_arguments
-from adaptra.runtime.launch.exchange import exchange
 from adaptra.runtime.membership.cause import failure_of
 from adaptra.runtime.membership.view import Phase
 

@@ -42,7 +42,7 @@ from typing import Final, NamedTuple
 from _table import Row, parser, print_rows
 from plan_failures import unit_case
 
-from adaptra.planning.replicas.availability import (
+from adaptra.planning.responses.availability import (
     FailureTrace,
     LiveWorkers,
     ThroughputOverTime,
@@ -50,9 +50,9 @@ from adaptra.planning.replicas.availability import (
     read_trace,
     throughput_over,
 )
-from adaptra.planning.replicas.job_planner import plan_job
-from adaptra.planning.replicas.normalize import normalized, stage_work
-from adaptra.planning.replicas.recut import recuts
+from adaptra.planning.responses.normalize import normalized, stage_work
+from adaptra.planning.responses.recut import recuts
+from adaptra.planning.routes.job_planner import plan_job
 from adaptra.progress import shown_progress
 from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.period import simulate_period

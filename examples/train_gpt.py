@@ -33,7 +33,7 @@ from adaptra.report.perfetto import write as write_trace
 from adaptra.report.picture import draw
 from adaptra.report.run_page import draw_run
 from adaptra.report.run_records import load_run
-from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.control.plans.plan import Plan
 from adaptra.simulation.simulate import simulate
 from adaptra.simulation.timeline import Timeline
 

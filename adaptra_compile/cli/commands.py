@@ -65,7 +65,7 @@ def _simulate(options: Namespace) -> str:
 
 
 def _explain(options: Namespace) -> str:
-    from adaptra.planning.explanation import explain
+    from adaptra.planning.explaining.explanation import explain
 
     case = Case.load(options.case)
     program = planned_for(case) if options.program is None else read_program(options.program, case)

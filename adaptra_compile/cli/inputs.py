@@ -38,7 +38,7 @@ def read_program(given: str, case: Case) -> Program:
 
 
 class SweepRange(TypedDict):
-    """Arguments of :func:`adaptra.planning.comparison.sweep_delay`."""
+    """Arguments of :func:`adaptra.planning.explaining.comparison.sweep_delay`."""
 
     edges: list[tuple[int, int]]
     delays: list[float]

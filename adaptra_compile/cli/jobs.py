@@ -23,8 +23,8 @@ from adaptra.simulation.job_case import JobCase, worker_of
 from adaptra.simulation.period import PeriodicSimulation, simulate_period
 
 if TYPE_CHECKING:
-    from adaptra.planning.replicas.large_jobs import LargePlan
-    from adaptra.planning.replicas.period_bound import PeriodBound
+    from adaptra.planning.routes.large_jobs import LargePlan
+    from adaptra.planning.routes.period_bound import PeriodBound
 
 _OF_ONE_PIPELINE: Final = ("sweep", "exact", "uncertain", "in_flight", "slow_edge")
 """The options of ``plan`` that several replicas don't have."""
@@ -58,9 +58,9 @@ def read_job(options: Namespace) -> JobCase | None:
 
 def run_job_plan(options: Namespace, case: JobCase) -> str:
     """Run the command ``plan`` on several replicas and return its standard output."""
-    from adaptra.planning.replicas.job_planner import plan_job
-    from adaptra.planning.replicas.large_jobs import is_large, plan_large
-    from adaptra.planning.replicas.period_bound import period_bound
+    from adaptra.planning.routes.job_planner import plan_job
+    from adaptra.planning.routes.large_jobs import is_large, plan_large
+    from adaptra.planning.routes.period_bound import period_bound
 
     check_outputs({options.output: (".sched",), options.picture: SUFFIXES})
     for name in _OF_ONE_PIPELINE:
@@ -100,7 +100,7 @@ def run_job_plan(options: Namespace, case: JobCase) -> str:
 
 def _large_plan(options: Namespace, plan: LargePlan) -> str:
     """Return the figures of a plan whose text is written to a file only."""
-    from adaptra.planning.replicas.large_jobs import plan_large
+    from adaptra.planning.routes.large_jobs import plan_large
 
     case = plan.case
     for name in ("lower", "picture", "compare"):
@@ -165,7 +165,7 @@ def run_job_simulate(options: Namespace, case: JobCase) -> str:
 
 def _compared(options: Namespace, case: JobCase, program: Program, bound: PeriodBound) -> str:
     from adaptra.cli.tables import job_comparison
-    from adaptra.planning.replicas.job_comparison import compare_job
+    from adaptra.planning.explaining.job_comparison import compare_job
 
     found = compare_job(case, options.compare, program, budget=options.budget)
     _draw(options, found)
@@ -183,9 +183,9 @@ def _draw(options: Namespace, simulations: Sequence[tuple[str, PeriodicSimulatio
 
 def run_job_explain(options: Namespace, case: JobCase) -> str:
     """Run the command ``explain`` on several replicas and return its standard output."""
-    from adaptra.planning.replicas.job_explanation import explain_job
-    from adaptra.planning.replicas.job_planner import plan_job
-    from adaptra.planning.replicas.large_jobs import is_large
+    from adaptra.planning.explaining.job_explanation import explain_job
+    from adaptra.planning.routes.job_planner import plan_job
+    from adaptra.planning.routes.large_jobs import is_large
 
     if options.sensitivity:
         raise CaseError(f"--sensitivity: {case.name} has several replicas: expected a case of one pipeline")

@@ -101,7 +101,7 @@ def _exact(options: Namespace, case: Case) -> Exact:
 def _compare(options: Namespace, case: Case, planned: Program) -> str:
     from adaptra.cli import tables
     from adaptra.passes.adapt_order import ADAPTED
-    from adaptra.planning.comparison import compare
+    from adaptra.planning.explaining.comparison import compare
 
     found = compare(case, [*options.compare, ADAPTED], in_flight=options.in_flight, adapted=planned)
     if options.picture is not None:
@@ -117,7 +117,7 @@ def _compare(options: Namespace, case: Case, planned: Program) -> str:
 def _sweep(options: Namespace, case: Case) -> str:
     from adaptra.cli import tables
     from adaptra.cli.inputs import read_sweep
-    from adaptra.planning.comparison import sweep_delay
+    from adaptra.planning.explaining.comparison import sweep_delay
 
     found = sweep_delay(case, **read_sweep(options.sweep), in_flight=options.in_flight, budget=options.budget)
     if options.picture is not None:

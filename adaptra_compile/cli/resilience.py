@@ -10,7 +10,7 @@ from adaptra.cli import tables
 from adaptra.cli.jobs import read_job
 from adaptra.cli.output import as_json, check_outputs, line_width
 from adaptra.errors import CaseError
-from adaptra.planning.replicas.availability import (
+from adaptra.planning.responses.availability import (
     DAY,
     FailureTrace,
     LiveWorkers,
@@ -21,8 +21,8 @@ from adaptra.planning.replicas.availability import (
     read_trace,
     throughput_over,
 )
-from adaptra.planning.replicas.resilience import Resilience
-from adaptra.planning.replicas.responses import Decision, ResponsePrices, decide
+from adaptra.planning.responses.resilience import Resilience
+from adaptra.planning.responses.responses import Decision, ResponsePrices, decide
 from adaptra.report import drawing
 from adaptra.report.text import percent
 from adaptra.simulation.cost import Case

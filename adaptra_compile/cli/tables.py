@@ -17,9 +17,9 @@ from adaptra.passes.adapt_order import ADAPTED
 from adaptra.report.text import percent
 
 if TYPE_CHECKING:
-    from adaptra.planning.comparison import Comparison, Sweep
-    from adaptra.planning.replicas.period_bound import PeriodBound
-    from adaptra.planning.replicas.responses import Decision
+    from adaptra.planning.explaining.comparison import Comparison, Sweep
+    from adaptra.planning.responses.responses import Decision
+    from adaptra.planning.routes.period_bound import PeriodBound
     from adaptra.simulation.job_case import JobCase
     from adaptra.simulation.period import PeriodicSimulation
     from adaptra.simulation.sensitivity import EdgeSensitivity

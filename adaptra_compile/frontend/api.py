@@ -36,17 +36,17 @@ from adaptra.frontend.saved.fitting_model import FittingModel
 from adaptra.frontend.session import Session
 from adaptra.frontend.shapes.shapes import PipelineShape
 from adaptra.known_keywords import known_keywords
-from adaptra.planning.explanation import explain
-from adaptra.planning.layout_change import RoleChange, SplitChange
-from adaptra.planning.replicas.job_explanation import explain_job
+from adaptra.planning.explaining.explanation import explain
+from adaptra.planning.explaining.job_explanation import explain_job
+from adaptra.planning.layouts.layout_change import RoleChange, SplitChange
 from adaptra.program.roles import Roles
 from adaptra.program.routing import Route, Routing
 from adaptra.report import drawing, perfetto, picture, step_picture
 from adaptra.report.files import check_suffix
 from adaptra.report.stage_table import PADDED, MeasuredStep, measured_lines, stage_table
-from adaptra.runtime.control.events import ControlEvent
-from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.detection.reduces import StageReduce
+from adaptra.runtime.control.plans.events import ControlEvent
+from adaptra.runtime.control.plans.plan import Plan
+from adaptra.runtime.measuring.reduces import StageReduce
 from adaptra.runtime.options import Options
 from adaptra.runtime.worker.batch import require_no_gradient
 from adaptra.runtime.worker.worker import Worker

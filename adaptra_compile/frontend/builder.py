@@ -44,8 +44,8 @@ from adaptra.runtime.launch.agreement import agree, disagree
 from adaptra.runtime.launch.free_memory import free_memory
 from adaptra.runtime.launch.launch import Launch, launch
 from adaptra.runtime.worker.batch import example_microbatch, rows_of, split_rows
-from adaptra.runtime.worker.gradient_hooks import copy_is_hooked, is_hooked
-from adaptra.runtime.worker.loss_reduction import UNEQUAL, Reduction, refuse_number_of_items, refuse_sum, unequal_weights
+from adaptra.runtime.worker.stages.gradient_hooks import copy_is_hooked, is_hooked
+from adaptra.runtime.worker.stages.loss_reduction import UNEQUAL, Reduction, refuse_number_of_items, refuse_sum, unequal_weights
 
 logger = logging.getLogger(__name__)
 

@@ -46,7 +46,7 @@ from adaptra.graph.ops.autocast import DEVICES, without_autocast
 from adaptra.graph.ops.ops import results_of
 from adaptra.runtime.launch.launch import world_size
 from adaptra.runtime.options import Options
-from adaptra.runtime.worker.loss_reduction import looks_like_sum
+from adaptra.runtime.worker.stages.loss_reduction import looks_like_sum
 
 T = TypeVar("T", bound=Pipeline)
 EVERYWHERE: Final = "everywhere"

@@ -15,9 +15,9 @@ from adaptra.planning.robust import robust_plan
 from adaptra.program import Program
 from adaptra.program.placement import in_turn, is_straight, v_shaped
 from adaptra.program.schedules import generate_for, two_phases
-from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.options.planning_options import PlanningOptions
-from adaptra.runtime.worker.rank_programs import check_memory
+from adaptra.runtime.worker.step.rank_programs import check_memory
 from adaptra.simulation.cost import Case
 from adaptra.simulation.scenarios import delay_scenarios
 from adaptra.simulation.simulate import lower_bound, simulate

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from adaptra.errors import OptionError, PlanError, ScheduleError
 from adaptra.graph import CompiledStages
-from adaptra.planning.replicas.period_bound import period_bound
+from adaptra.planning.routes.period_bound import period_bound
 from adaptra.program import Program
 from adaptra.program.routing import Routing
 from adaptra.program.verify import verify
-from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.options import Options
-from adaptra.runtime.worker.rank_programs import check_memory
+from adaptra.runtime.worker.step.rank_programs import check_memory
 from adaptra.simulation.cost import Case
 from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.period import simulate_alike

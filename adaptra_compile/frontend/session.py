@@ -34,23 +34,23 @@ from adaptra.graph.compile import Captured
 from adaptra.graph.inner_compiler import prepare
 from adaptra.graph.ops.autocast import refuse_autocast
 from adaptra.graph.stages.stages import TrainStage
-from adaptra.planning.bandwidth_remedies import BandwidthOptions, choose_split
-from adaptra.planning.layout_change import RoleChange, SplitChange
+from adaptra.planning.layouts.layout_change import RoleChange, SplitChange
+from adaptra.planning.remedies.bandwidth_remedies import BandwidthOptions, choose_split
 from adaptra.program.placement import stages_of
 from adaptra.program.roles import Roles
 from adaptra.runtime.control.calls import CHANGED_MODEL, Calls
-from adaptra.runtime.control.events import EventKind
+from adaptra.runtime.control.plans.events import EventKind
+from adaptra.runtime.exchange.state_transfer import Handover, exchange, gather_state, give_optimizer
 from adaptra.runtime.launch.agreement import agree
 from adaptra.runtime.launch.launch import Job, Launch
 from adaptra.runtime.reconfigure.agreement import RESTART_SECONDS, agree_on_roles, gather_costs, share_split
 from adaptra.runtime.reconfigure.consent import Consent, check_consents
 from adaptra.runtime.reconfigure.cut_transfer import move_within, new_state, regroup
-from adaptra.runtime.reconfigure.state_transfer import Handover, exchange, gather_state, give_optimizer
 from adaptra.runtime.reconfigure.transfers import Transfer, cut_transfers, role_transfers, senders_to, sent_by
 from adaptra.runtime.telemetry.recorder import Recorder
 from adaptra.runtime.worker.batch import split_batch
-from adaptra.runtime.worker.gradient_hooks import is_hooked
-from adaptra.runtime.worker.shapes import FIRST, StepShape
+from adaptra.runtime.worker.stages.gradient_hooks import is_hooked
+from adaptra.runtime.worker.step.shapes import FIRST, StepShape
 from adaptra.runtime.worker.worker import Batch, Worker
 from adaptra.simulation.cut_points import CutPoint, positions_of
 

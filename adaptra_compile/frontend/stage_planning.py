@@ -17,16 +17,16 @@ from adaptra.graph import CompiledStages
 from adaptra.graph.estimated_cost import estimated_cost
 from adaptra.graph.inner_compiler import compiled_by
 from adaptra.graph.round_messages import round_messages
-from adaptra.planning.bandwidth_remedies import BandwidthOptions, find_remedies
 from adaptra.planning.planner import plan
+from adaptra.planning.remedies.bandwidth_remedies import BandwidthOptions, find_remedies
 from adaptra.program import Program
 from adaptra.program.placement import has_several
-from adaptra.runtime.control.job_planning import JobPlanning
-from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.control.replanning import Planning, makespan
+from adaptra.runtime.control.deciding.job_planning import JobPlanning
+from adaptra.runtime.control.deciding.replanning import Planning, makespan
+from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.options import Options
-from adaptra.runtime.worker.loss_reduction import Reduction
+from adaptra.runtime.worker.stages.loss_reduction import Reduction
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.sizes import MemoryLimit
 

@@ -18,7 +18,7 @@ from adaptra.frontend.api import Pipeline
 from adaptra.frontend.arguments.step_arguments import Outputs
 from adaptra.planning.planner import plan
 from adaptra.program.schedules import one_f_one_b
-from adaptra.runtime.worker.two_pass import PendingBackward
+from adaptra.runtime.worker.step.two_pass import PendingBackward
 from adaptra.sizes import size_text
 
 

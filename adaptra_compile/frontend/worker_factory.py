@@ -12,8 +12,8 @@ from torch import Tensor
 from adaptra.graph import CompiledStages
 from adaptra.program.placement import stages_of
 from adaptra.report import perfetto
-from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.control.replanning import Planning
+from adaptra.runtime.control.deciding.replanning import Planning
+from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.injection.faults import Fault, faults_of_worker
 from adaptra.runtime.injection.faulty_transport import FaultyTransport
@@ -24,7 +24,7 @@ from adaptra.runtime.telemetry.options import Telemetry
 from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.telemetry.recorder import Recorder
 from adaptra.runtime.telemetry.start import of_replica, start_recorder
-from adaptra.runtime.worker.loss_reduction import Reduction
+from adaptra.runtime.worker.stages.loss_reduction import Reduction
 from adaptra.runtime.worker.worker import Worker
 
 

@@ -32,7 +32,7 @@ from adaptra.integrations.transformers_refusals import (
     require_version,
 )
 from adaptra.integrations.transformers_rows import NOWHERE, ReplicaRows, padding_to_few_sizes
-from adaptra.runtime.worker.loss_reduction import NO_LABEL
+from adaptra.runtime.worker.stages.loss_reduction import NO_LABEL
 
 try:
     import accelerate  # noqa: F401

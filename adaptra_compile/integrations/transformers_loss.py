@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from adaptra.errors import OptionError
-from adaptra.runtime.worker.loss_reduction import NO_LABEL, NUMBER_OF_ITEMS
+from adaptra.runtime.worker.stages.loss_reduction import NO_LABEL, NUMBER_OF_ITEMS
 
 SCALE = "adaptra_loss_scale"
 """The name of the factor of a loss that is a mean over labels."""

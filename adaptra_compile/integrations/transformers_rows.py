@@ -16,7 +16,7 @@ from torch import distributed as dist
 
 from adaptra.errors import OptionError
 from adaptra.frontend.api import Pipeline
-from adaptra.runtime.worker.loss_reduction import NO_LABEL
+from adaptra.runtime.worker.stages.loss_reduction import NO_LABEL
 
 NOWHERE: Final = torch.empty(0)
 """Stands for what the rank of a replica's last stage has, on its other ranks."""

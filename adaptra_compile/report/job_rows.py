@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from adaptra.planning.replicas.alike_replicas import merge_alike
+from adaptra.planning.routes.alike_replicas import merge_alike
 from adaptra.report.text import RUNNING, check_width, lane
 from adaptra.simulation.period import PeriodicSimulation
 from adaptra.simulation.timeline import OpInterval

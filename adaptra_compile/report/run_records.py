@@ -16,8 +16,8 @@ from statistics import median
 from typing import Any, Final
 
 from adaptra.errors import ControlError, ReportError
-from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.detection.reduces import StepReduces, usual_reduces
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
+from adaptra.runtime.measuring.reduces import StepReduces, usual_reduces
 from adaptra.runtime.telemetry.records import (
     PathsChanged,
     RunEnded,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from adaptra.planning.comparison import Sweep
+    from adaptra.planning.explaining.comparison import Sweep
 
 _COLOURS: Final = {
     "gpipe": "#8C8C8C", "1f1b": "#C8502B", "zb_h1": "#E39B3D", "zb_h2": "#B08A1E", "paper": "#A53C8F",

@@ -25,13 +25,17 @@ from typing import Final
 from torch.distributed import DistError, DistNetworkError, Store
 
 from adaptra.errors import BatchError, ControlError
-from adaptra.planning.layout_change import RoleChange, SplitChange
-from adaptra.planning.replicas.job_remedies import JobRemedy, moves
+from adaptra.planning.layouts.layout_change import RoleChange, SplitChange
+from adaptra.planning.remedies.job_remedies import JobRemedy, moves
 from adaptra.program import Program
+from adaptra.runtime.control.agreement.participant import Participant, Surroundings
+from adaptra.runtime.control.agreement.preparation import Preparation
+from adaptra.runtime.control.agreement.same_rows import SameRows
 from adaptra.runtime.control.coordinator import Coordinator
+from adaptra.runtime.control.deciding.policy import ControllerOptions, Policy
+from adaptra.runtime.control.deciding.replanning import Planning
 from adaptra.runtime.control.event_recorder import EventRecorder
-from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.control.mail import (
+from adaptra.runtime.control.mail.mail import (
     BatchChecksums,
     BatchMismatch,
     Confirmed,
@@ -51,18 +55,14 @@ from adaptra.runtime.control.mail import (
     Wake,
     Withdrawn,
 )
-from adaptra.runtime.control.mailbox import Mailbox
-from adaptra.runtime.control.participant import Participant, Surroundings
-from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.control.plan_log import Coverage
-from adaptra.runtime.control.policy import ControllerOptions, Policy
-from adaptra.runtime.control.preparation import Preparation
-from adaptra.runtime.control.relay import Relay, RelayOptions
-from adaptra.runtime.control.replanning import Planning
-from adaptra.runtime.control.same_rows import SameRows
-from adaptra.runtime.detection.measurement import StepMeasurement
+from adaptra.runtime.control.mail.mailbox import Mailbox
+from adaptra.runtime.control.mail.relay import Relay, RelayOptions
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.plan import Plan
+from adaptra.runtime.control.plans.plan_log import Coverage
 from adaptra.runtime.detection.news import NewsReader, NewsTeller
-from adaptra.runtime.detection.reduces import ReduceTracker, StepReduces
+from adaptra.runtime.measuring.measurement import StepMeasurement
+from adaptra.runtime.measuring.reduces import ReduceTracker, StepReduces
 from adaptra.simulation.cost import CostModel
 
 CLOSE_SECONDS = 10.0
@@ -233,7 +233,7 @@ class Controller:
         Args:
             call: The name of the pipeline's method.
             number: The number of this call of that method, from 0.
-            numbers: The result of :func:`adaptra.runtime.control.same_rows.numbers_of`.
+            numbers: The result of :func:`adaptra.runtime.control.agreement.same_rows.numbers_of`.
             step: The number of the next step in the whole training.
 
         Raises:

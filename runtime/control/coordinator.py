@@ -1,6 +1,7 @@
 """The coordinator: the one rank that gathers measurements, plans beside training and proposes plans.
 
-It runs on the control thread of its rank, and carries out what its :class:`adaptra.runtime.control.policy.Policy` decides.
+It runs on the control thread of its rank, and carries out what its
+:class:`adaptra.runtime.control.deciding.policy.Policy` decides.
 Planning runs on a thread of its own, so that the plan log keeps growing.
 """
 
@@ -13,12 +14,12 @@ from functools import partial
 from queue import SimpleQueue
 
 from adaptra.program import Program
-from adaptra.runtime.control.events import ControlEvent
-from adaptra.runtime.control.participant import Participant
-from adaptra.runtime.control.plan_log import Agreement
-from adaptra.runtime.control.policy import Action, BeginPlanning, PlanningOutcome, Policy, Propose, Release, Withdraw
-from adaptra.runtime.detection.measurement import StepMeasurement
-from adaptra.runtime.detection.reduces import ReduceTracker, StepReduces
+from adaptra.runtime.control.agreement.participant import Participant
+from adaptra.runtime.control.deciding.policy import Action, BeginPlanning, PlanningOutcome, Policy, Propose, Release, Withdraw
+from adaptra.runtime.control.plans.events import ControlEvent
+from adaptra.runtime.control.plans.plan_log import Agreement
+from adaptra.runtime.measuring.measurement import StepMeasurement
+from adaptra.runtime.measuring.reduces import ReduceTracker, StepReduces
 from adaptra.simulation.cost import CostModel
 
 

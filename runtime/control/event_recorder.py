@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Final
 
 from adaptra.program import Program
-from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.plan import Plan
 from adaptra.simulation.period import simulate_alike
 from adaptra.simulation.simulate import simulate
 

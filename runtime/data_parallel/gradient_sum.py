@@ -31,7 +31,7 @@ class GradientSum:
         late: The names of those whose gradients are complete only at the end of a step.
         bucket: The most bytes of gradients that travel as one tensor.
         mean: Whether the sum is divided by the number of replicas.
-        mark: The present time on this rank's device, as :meth:`adaptra.runtime.worker.device_clock.OpClock.mark`.
+        mark: The present time on this rank's device, as :meth:`adaptra.runtime.devices.device_clock.OpClock.mark`.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Final
 
-from adaptra.runtime.detection.measurement import EdgeMeasurement
+from adaptra.runtime.measuring.measurement import EdgeMeasurement
 
 FASTEST: Final = 1e-3
 """The largest drift of two clocks, as a fraction of the time: each is set right by 500 ppm at most while it runs."""

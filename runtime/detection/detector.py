@@ -23,9 +23,9 @@ from adaptra.runtime.detection.changes import Change, EdgeChange, LossChange, St
 from adaptra.runtime.detection.clock_drift import ClockDrift
 from adaptra.runtime.detection.flapping import FlapDamping, Relapses
 from adaptra.runtime.detection.level_shift import DetectorOptions, Level
-from adaptra.runtime.detection.measurement import EdgeMeasurement, StageMeasurement, Stalls, StepMeasurement
 from adaptra.runtime.detection.packet_loss import LossyPath
 from adaptra.runtime.detection.step_noise import StepNoise
+from adaptra.runtime.measuring.measurement import EdgeMeasurement, StageMeasurement, Stalls, StepMeasurement
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.scenarios import Scenario, delay_scenarios
 

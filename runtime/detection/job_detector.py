@@ -8,7 +8,7 @@ from typing import Final
 
 from adaptra.runtime.detection.detector import Detection, Detector
 from adaptra.runtime.detection.level_shift import DetectorOptions
-from adaptra.runtime.detection.measurement import StepMeasurement
+from adaptra.runtime.measuring.measurement import StepMeasurement
 from adaptra.simulation.cost import CostModel
 
 MEASURED: Final = (

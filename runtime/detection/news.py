@@ -21,10 +21,10 @@ from typing import Final
 
 from adaptra.errors import ControlError
 from adaptra.runtime.detection.level_shift import DetectorOptions, median_deviation
-from adaptra.runtime.detection.measurement import StepMeasurement
+from adaptra.runtime.measuring.measurement import StepMeasurement
 
 PAUSE: Final = 0.01
-"""Seconds: a shorter pause explains no stall, see :data:`adaptra.runtime.detection.stalls.LEAST_STALL`."""
+"""Seconds: a shorter pause explains no stall, see :data:`adaptra.runtime.measuring.stalls.LEAST_STALL`."""
 
 REMEMBERED: Final = 16
 """The number of steps over which a value's scatter is taken. Fewer are told in full."""

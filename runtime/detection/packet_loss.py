@@ -21,7 +21,7 @@ from typing import Final
 
 from adaptra.runtime.detection.flapping import Relapses
 from adaptra.runtime.detection.level_shift import DetectorOptions
-from adaptra.runtime.detection.measurement import EdgeMeasurement, Stalls
+from adaptra.runtime.measuring.measurement import EdgeMeasurement, Stalls
 
 DOUBT: Final = 1e-3
 """Accepted probability that a path is still lossy when it is declared recovered."""

@@ -24,7 +24,7 @@ from statistics import median
 from typing import Final
 
 from adaptra.runtime.detection.level_shift import DEVIATIONS, NINE_IN_TEN, DetectorOptions, median_deviation
-from adaptra.runtime.detection.measurement import EdgeMeasurement, StageMeasurement, StepMeasurement
+from adaptra.runtime.measuring.measurement import EdgeMeasurement, StageMeasurement, StepMeasurement
 
 COMPARISONS: Final = 8
 """The least number of comparisons with known shapes after which a shape is known."""

@@ -11,7 +11,7 @@ from typing import Final
 from torch.distributed import DistError
 
 from adaptra.errors import LaunchError
-from adaptra.runtime.launch.exchange import exchange
+from adaptra.runtime.exchange.store_exchange import exchange
 from adaptra.runtime.transports.base import Transport
 
 _FAILED: Final = "failed: "

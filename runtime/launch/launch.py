@@ -16,10 +16,10 @@ from adaptra.program.roles import Roles
 from adaptra.runtime.control_store.secret import VARIABLE, fingerprint, given_secret
 from adaptra.runtime.control_store.signed_store import signed
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.runtime.exchange.store_exchange import Check, exchange, no_check
 from adaptra.runtime.launch.arguments import agree_on_arguments
 from adaptra.runtime.launch.connecting import connect
 from adaptra.runtime.launch.environment import is_told_of_others
-from adaptra.runtime.launch.exchange import Check, exchange, no_check
 from adaptra.runtime.launch.several_hosts import check_launcher
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.transports.lanes import LanedTransport

@@ -8,8 +8,8 @@ from typing import Final
 from torch import Tensor, device
 
 from adaptra.program import Program
+from adaptra.runtime.exchange.state_stream import StateStream
 from adaptra.runtime.outputs.step_outputs import StepOutputs
-from adaptra.runtime.state.state_stream import StateStream
 from adaptra.runtime.transports.base import Purpose, Transport
 
 

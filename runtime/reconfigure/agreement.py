@@ -14,13 +14,13 @@ from torch.distributed import ProcessGroup
 from adaptra.collectives.seconds import SumPlan
 from adaptra.graph.ops.specs import tensor_bytes
 from adaptra.graph.stages.stages import TrainStage
-from adaptra.planning.choose_roles import JobModel, StageLoad, choose_roles
-from adaptra.planning.layout_change import RoleChange, SplitChange
+from adaptra.planning.layouts.choose_roles import JobModel, StageLoad, choose_roles
+from adaptra.planning.layouts.layout_change import RoleChange, SplitChange
 from adaptra.program.placement import stages_of
 from adaptra.program.roles import Roles
 from adaptra.runtime.detection.job_detector import MEASURED
-from adaptra.runtime.detection.measurement import StageMeasurement
-from adaptra.runtime.reconfigure.state_transfer import VALUE, Handover
+from adaptra.runtime.exchange.state_transfer import VALUE, Handover
+from adaptra.runtime.measuring.measurement import StageMeasurement
 from adaptra.runtime.transports.link_probe import measure_links
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.cut_points import CutPoint, CutPoints, positions_of

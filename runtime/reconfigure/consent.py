@@ -9,7 +9,7 @@ from typing import Final
 
 from adaptra.errors import StateError
 from adaptra.runtime.control_store.schema import Fields, decode
-from adaptra.runtime.reconfigure.state_transfer import Handover, check_movable
+from adaptra.runtime.exchange.state_transfer import Handover, check_movable
 
 _TEXT_LIMIT: Final = 4000
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from adaptra.graph.stages.stages import TrainStage
-from adaptra.runtime.reconfigure.state_transfer import Handover, set_state, take_over
+from adaptra.runtime.exchange.state_transfer import Handover, set_state, take_over
 from adaptra.runtime.reconfigure.transfers import Transfer, sent_by
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 from adaptra.errors import ControlError
 from adaptra.graph.stages.stages import TrainStage
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
-from adaptra.runtime.launch.exchange import Check, exchange_data, gather
+from adaptra.runtime.exchange.state_stream import StateStream
+from adaptra.runtime.exchange.store_exchange import Check, exchange_data, gather
 from adaptra.runtime.state.checksum import checksums
-from adaptra.runtime.state.state_stream import StateStream
 from adaptra.runtime.transports.base import Transport
 
 NAMED: Final = 6
@@ -55,7 +55,7 @@ class SharedValues:
         transport: This rank's transport.
         replicas: The ranks that have copies of all of them, or None.
         timeout: Seconds to wait for another rank.
-        check: As of :func:`adaptra.runtime.launch.exchange.gather`.
+        check: As of :func:`adaptra.runtime.exchange.store_exchange.gather`.
     """
 
     def __init__(

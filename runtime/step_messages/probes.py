@@ -25,7 +25,7 @@ import torch
 
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program.placement import Edge, has_several
-from adaptra.runtime.detection.monitor import Monitor
+from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.step_messages.rate_probes import RateProbes
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program.placement import Edge
-from adaptra.runtime.detection.monitor import Monitor
+from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 
 EVERY: Final = 8

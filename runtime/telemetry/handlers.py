@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from adaptra.runtime.control.events import ControlEvent
+from adaptra.runtime.control.plans.events import ControlEvent
 from adaptra.runtime.telemetry.records import TimestampedRecord
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final, TextIO
 
 from adaptra.errors import OptionError
-from adaptra.runtime.detection.reduces import StepReduces
+from adaptra.runtime.measuring.reduces import StepReduces
 from adaptra.runtime.telemetry.records import MARK, VERSION, StepTaken, TimestampedRecord, to_line
 
 logger = logging.getLogger(__name__)

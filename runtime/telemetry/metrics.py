@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.detection.reduces import StepReduces
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
+from adaptra.runtime.measuring.reduces import StepReduces
 from adaptra.runtime.telemetry.records import PathsChanged, Record, RunEnded, RunStarted, StepFailed, StepTaken
 from adaptra.simulation.worker_steps import WorkerStep
 

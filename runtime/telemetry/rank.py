@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from adaptra.errors import AdaptraError
-from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.detection.measurement import StepMeasurement
-from adaptra.runtime.detection.monitor import Monitor, StepRecords, merge_timelines
-from adaptra.runtime.detection.reduces import StepReduces
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.plan import Plan
+from adaptra.runtime.measuring.measurement import StepMeasurement
+from adaptra.runtime.measuring.monitor import Monitor, StepRecords, merge_timelines
+from adaptra.runtime.measuring.reduces import StepReduces
 from adaptra.runtime.telemetry.recorder import Recorder
 from adaptra.runtime.telemetry.records import PathsChanged, Record, RunEnded, RunStarted, StepFailed, StepTaken
 from adaptra.simulation.timeline import Timeline

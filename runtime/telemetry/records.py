@@ -13,10 +13,10 @@ from typing import Any, Final
 from adaptra.checks import is_finite, is_whole
 from adaptra.errors import ControlError
 from adaptra.program.placement import stages_of
-from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 from adaptra.runtime.control_store.schema import Fields
-from adaptra.runtime.detection.measurement import StepMeasurement
-from adaptra.runtime.detection.reduces import StageReduce, StepReduces
+from adaptra.runtime.measuring.measurement import StepMeasurement
+from adaptra.runtime.measuring.reduces import StageReduce, StepReduces
 from adaptra.simulation.worker_steps import WorkerStep, worker_name
 
 VERSION: Final = 4

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adaptra.runtime.control.events import ControlEvent
+from adaptra.runtime.control.plans.events import ControlEvent
 from adaptra.runtime.telemetry.handlers import EventHandler, RecordHandler
 from adaptra.runtime.telemetry.log import FileSink, LogSink
 from adaptra.runtime.telemetry.options import Telemetry

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Protocol
 
 from adaptra.errors import MissingExtraError
-from adaptra.runtime.control.events import ControlEvent
-from adaptra.runtime.detection.reduces import StepReduces
+from adaptra.runtime.control.plans.events import ControlEvent
+from adaptra.runtime.measuring.reduces import StepReduces
 from adaptra.runtime.telemetry.metrics import MetricValues, Sample
 from adaptra.runtime.telemetry.records import (
     PathsChanged,

@@ -21,24 +21,26 @@ from adaptra.errors import AdaptraError, PeerLostError
 from adaptra.graph import CompiledStages
 from adaptra.graph.inner_compiler import prepare
 from adaptra.passes.insert_comm import InsertComm
-from adaptra.planning.replicas.joined_programs import join
+from adaptra.planning.routes.joined_programs import join
 from adaptra.program import Program
+from adaptra.runtime.control.agreement.same_rows import is_due, numbers_of
 from adaptra.runtime.control.controller import CLOSE_SECONDS, Controller
-from adaptra.runtime.control.job_planning import JobPlanning
-from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.control.policy import ControllerOptions
-from adaptra.runtime.control.replanning import Planning
-from adaptra.runtime.control.same_rows import is_due, numbers_of
+from adaptra.runtime.control.deciding.job_planning import JobPlanning
+from adaptra.runtime.control.deciding.policy import ControllerOptions
+from adaptra.runtime.control.deciding.replanning import Planning
+from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.control_store.stores import Connection, error_of_store, own_address, rank_0_has
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
-from adaptra.runtime.detection.measurement import StageMeasurement
-from adaptra.runtime.detection.monitor import Monitor, StepRecords, merge_timelines
-from adaptra.runtime.detection.reduces import StageReduce, StepReduces, own_reduce
 from adaptra.runtime.detection.shape_scales import ShapeScales
+from adaptra.runtime.devices.device_clock import OpClock
+from adaptra.runtime.exchange.state_stream import SPEC, UNDER_WAY, StateStream
+from adaptra.runtime.exchange.store_exchange import gather
 from adaptra.runtime.injection.emulation import Pacing
-from adaptra.runtime.launch.exchange import gather
+from adaptra.runtime.measuring.measurement import StageMeasurement
+from adaptra.runtime.measuring.monitor import Monitor, StepRecords, merge_timelines
+from adaptra.runtime.measuring.reduces import StageReduce, StepReduces, own_reduce
 from adaptra.runtime.membership.membership import Membership
 from adaptra.runtime.membership.timing import LOST_STORE_SECONDS
 from adaptra.runtime.options import Options
@@ -46,17 +48,15 @@ from adaptra.runtime.outputs.sharing import SharedOutputs
 from adaptra.runtime.outputs.step_outputs import StepOutputs
 from adaptra.runtime.rdma.watch import RdmaEvent, watch
 from adaptra.runtime.state.shared_values import SharedValues
-from adaptra.runtime.state.state_stream import SPEC, UNDER_WAY, StateStream
 from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.telemetry.start import agree_on_run
 from adaptra.runtime.transports.base import Transport
-from adaptra.runtime.worker.device_clock import OpClock
-from adaptra.runtime.worker.foreign_microbatches import BatchShapes
-from adaptra.runtime.worker.loss_reduction import Reduction
-from adaptra.runtime.worker.rank_programs import RankPrograms
-from adaptra.runtime.worker.shapes import FIRST, StepShape
-from adaptra.runtime.worker.step_parts import Batch, StepParts
-from adaptra.runtime.worker.two_pass import PendingBackward, TwoPassStep
+from adaptra.runtime.worker.stages.foreign_microbatches import BatchShapes
+from adaptra.runtime.worker.stages.loss_reduction import Reduction
+from adaptra.runtime.worker.step.rank_programs import RankPrograms
+from adaptra.runtime.worker.step.shapes import FIRST, StepShape
+from adaptra.runtime.worker.step.step_parts import Batch, StepParts
+from adaptra.runtime.worker.step.two_pass import PendingBackward, TwoPassStep
 from adaptra.simulation.timeline import Timeline
 
 KEPT_MEASUREMENTS: Final = 5
@@ -293,7 +293,7 @@ class Worker:
     def compare_rows(self, call: str, given: Mapping[str, Any]) -> None:
         """Have this rank's batch compared with those of other ranks, in the first calls and then in every hundredth.
 
-        See :mod:`adaptra.runtime.control.same_rows`.
+        See :mod:`adaptra.runtime.control.agreement.same_rows`.
         """
         number = self._calls[call]
         self._calls[call] += 1

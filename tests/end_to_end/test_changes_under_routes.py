@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 from processes import run_processes
 
-from adaptra.planning.replicas.job_planner import plan_job
+from adaptra.planning.routes.job_planner import plan_job
 from adaptra.program import Program
 from adaptra.program.routing import Routing
 from adaptra.simulation.cost import Case, CostModel

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from processes import run_processes
 
-from adaptra.planning.replicas.job_planner import plan_job
+from adaptra.planning.routes.job_planner import plan_job
 from adaptra.program import Program
 from adaptra.program.routing import Routing
 from adaptra.simulation.cost import Case, CostModel
@@ -55,7 +55,7 @@ def train(rank: int, programs: Sequence[Program]) -> tuple[Trained, Trained]:
     from training import adam, call, compiled
 
     import adaptra
-    from adaptra.runtime.control.plan import Plan
+    from adaptra.runtime.control.plans.plan import Plan
 
     dist.init_process_group("gloo")
     example: Any = Example("tied", lambda: GPT(blocks=2, width=8, heads=2, dropout=0.1, tied=True), tokens, token_loss)  # pyright: ignore[reportArgumentType]

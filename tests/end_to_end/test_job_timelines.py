@@ -11,7 +11,7 @@ import pytest
 from processes import run_processes
 
 from adaptra.cli import main
-from adaptra.planning.replicas.job_planner import plan_job
+from adaptra.planning.routes.job_planner import plan_job
 from adaptra.program import Kind, Program
 from adaptra.program.routing import Routing
 from adaptra.report import perfetto

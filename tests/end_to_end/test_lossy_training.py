@@ -10,7 +10,7 @@ from linked_hosts import LinkedHosts
 from training import MIXED, adam, compiled, differences, run_step, train_alone
 
 import adaptra
-from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 
 LOSSY_LINK = "0-1 loss=0.1"
 HEALTHY_STEPS = 6

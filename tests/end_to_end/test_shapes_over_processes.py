@@ -198,7 +198,7 @@ def step_under_routes(rank: int) -> Any:
     from shaped import batch, gradients
 
     import adaptra
-    from adaptra.planning.replicas.job_planner import plan_job
+    from adaptra.planning.routes.job_planner import plan_job
     from adaptra.program.routing import Routing
     from adaptra.simulation.cost import Case, CostModel
     from adaptra.simulation.job_case import JobCase

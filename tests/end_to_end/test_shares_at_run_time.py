@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 from processes import run_processes
 
-from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone]
 

@@ -26,8 +26,8 @@ from adaptra.graph.ops.random_state import RandomKey, reference_randomness
 from adaptra.planning.planner import plan
 from adaptra.program import Op, Program
 from adaptra.program.schedules import gpipe, one_f_one_b
-from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.plan import Plan
 from adaptra.simulation.cost import Case, CostModel
 
 STAGES = 4

@@ -17,7 +17,7 @@ from adaptra.equations.bubble import SYMBOLS, equations, excess_delay
 from adaptra.equations.equation import Equation, legend
 from adaptra.equations.warm_up import SlackRule, in_flight_limits, warm_up
 from adaptra.errors import PlanError
-from adaptra.planning.explanation import explain
+from adaptra.planning.explaining.explanation import explain
 from adaptra.program import Program
 from adaptra.program.schedules import forward_only, generate, gpipe, one_f_one_b
 from adaptra.simulation.cost import Case, CostModel
@@ -75,7 +75,7 @@ def test_values_stand_where_symbols_stood() -> None:
 
 
 def test_importing_does_not_import_sympy() -> None:
-    modules = "adaptra.equations.bubble, adaptra.equations.warm_up, adaptra.planning.explanation, adaptra.passes"
+    modules = "adaptra.equations.bubble, adaptra.equations.warm_up, adaptra.planning.explaining.explanation, adaptra.passes"
     code = f"import sys, {modules}; sys.exit('sympy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -18,10 +18,10 @@ from paths import DOCS
 
 from adaptra.equations.equation import Equation, legend
 from adaptra.equations.replicas import REPLICA_SYMBOLS, replica_equations
-from adaptra.passes.route import counts, share_evenly
-from adaptra.planning.replicas.job_numbers import JobNumbers
-from adaptra.planning.replicas.normalize import normalized, stage_work
-from adaptra.planning.replicas.period_bound import PeriodBoundKind, period_bound
+from adaptra.planning.explaining.job_numbers import JobNumbers
+from adaptra.planning.responses.normalize import normalized, stage_work
+from adaptra.planning.routes.period_bound import PeriodBoundKind, period_bound
+from adaptra.planning.routes.route import counts, share_evenly
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.period import simulate_period
@@ -57,7 +57,7 @@ def test_every_symbol_is_explained() -> None:
 
 
 def test_importing_does_not_import_sympy() -> None:
-    modules = "adaptra.equations.replicas, adaptra.planning.replicas.job_explanation"
+    modules = "adaptra.equations.replicas, adaptra.planning.explaining.job_explanation"
     code = f"import sys, {modules}; sys.exit('sympy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

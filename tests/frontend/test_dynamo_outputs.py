@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from training import MIXED, adam, microbatches_of
 
 from adaptra.graph.ops.random_state import RandomKey, reference_randomness
-from adaptra.runtime.worker.two_pass import PendingBackward
+from adaptra.runtime.worker.step.two_pass import PendingBackward
 
 LAYERS = EXAMPLES["skip_mlp"]
 (X,), _, Y = LAYERS.rows(ROWS, 0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import adaptra
 from adaptra.errors import BatchError
 from adaptra.program.schedules import generate
-from adaptra.runtime.control.events import EventKind
+from adaptra.runtime.control.plans.events import EventKind
 
 MICROBATCHES = 4
 

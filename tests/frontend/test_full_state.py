@@ -18,7 +18,7 @@ from training import adam, compiled, run_step, train_alone
 
 import adaptra
 from adaptra.errors import ControlError
-from adaptra.runtime.state.state_stream import MESSAGE_BYTES, SPEC, UNDER_WAY, StateStream
+from adaptra.runtime.exchange.state_stream import MESSAGE_BYTES, SPEC, UNDER_WAY, StateStream
 from adaptra.runtime.transports.local import LocalHub
 
 NO_MODULE = (

@@ -15,7 +15,7 @@ from adaptra.errors import AdaptraError, OptionError, PlanError
 from adaptra.frontend.given_routes import routed_plan
 from adaptra.graph import CompiledStages
 from adaptra.passes.insert_comm import InsertComm
-from adaptra.planning.replicas.job_planner import plan_job
+from adaptra.planning.routes.job_planner import plan_job
 from adaptra.program import Program
 from adaptra.program.routing import Routing
 from adaptra.simulation.cost import Case, CostModel

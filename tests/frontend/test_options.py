@@ -12,8 +12,8 @@ from models import EXAMPLES
 import adaptra
 from adaptra.errors import TransportError
 from adaptra.program import Program
-from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.plan import Plan
 from adaptra.simulation.simulate import simulate
 
 ROWS, MICROBATCHES, STAGES = 16, 8, 4

@@ -16,7 +16,7 @@ from training import MIXED, call, compiled, train_alone
 
 import adaptra
 from adaptra.errors import AdaptraError
-from adaptra.planning.replicas.job_planner import plan_job
+from adaptra.planning.routes.job_planner import plan_job
 from adaptra.program import Program
 from adaptra.program.routing import Routing
 from adaptra.simulation.cost import Case, CostModel

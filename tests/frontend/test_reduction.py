@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import adaptra
 from adaptra.errors import AdaptraError
-from adaptra.runtime.worker import loss_reduction
+from adaptra.runtime.worker.stages import loss_reduction
 
 DOCUMENTED = {
     "reduction": "reduction=…: expected 'mean', 'sum' or 'weighted'",

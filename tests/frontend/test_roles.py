@@ -16,9 +16,9 @@ from training import MIXED, compiled
 import adaptra
 from adaptra.errors import OptionError, StateError
 from adaptra.program.roles import Roles, moved
-from adaptra.runtime.control.events import EventKind
+from adaptra.runtime.control.plans.events import EventKind
+from adaptra.runtime.exchange.state_transfer import gather_state, give_optimizer, take_over
 from adaptra.runtime.reconfigure.consent import Consent
-from adaptra.runtime.reconfigure.state_transfer import gather_state, give_optimizer, take_over
 from adaptra.runtime.transports.link_probe import partners
 
 Trained = tuple[list[float], tuple[int, int], dict[str, str], str | None]

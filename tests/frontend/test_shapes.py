@@ -17,7 +17,7 @@ import adaptra
 from adaptra.errors import PlanError
 from adaptra.frontend.shapes.kept import most_shapes
 from adaptra.program.schedules import generate
-from adaptra.runtime.control.events import EventKind
+from adaptra.runtime.control.plans.events import EventKind
 
 
 def compiled(reduction: str = "mean", **how: Any) -> adaptra.Pipeline:

@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812 - the name all of torch uses
 from torch import Tensor, nn
 
 import adaptra
-from adaptra.runtime.control.events import EventKind
+from adaptra.runtime.control.plans.events import EventKind
 
 MICROBATCHES = 4
 

@@ -10,8 +10,8 @@ from models import EXAMPLES
 
 import adaptra
 from adaptra.frontend.stage_planning import PipelineSpec, PlannedPipeline
-from adaptra.runtime.control.job_planning import JobPlanning
-from adaptra.runtime.worker.loss_reduction import Reduction
+from adaptra.runtime.control.deciding.job_planning import JobPlanning
+from adaptra.runtime.worker.stages.loss_reduction import Reduction
 
 V = (0, 1, 1, 0)
 

@@ -38,7 +38,7 @@ def test_a_module_brings_its_own_tests_then_its_room_then_what_imports_it() -> N
     ("changed", "brings", "how_near"),
     [
         ("tests/planning/test_robust.py", "tests/planning/test_robust.py", Near.CHANGED),
-        ("runtime/control/policy.py", "tests/house/test_floors.py", Near.ALWAYS),
+        ("runtime/control/deciding/policy.py", "tests/house/test_floors.py", Near.ALWAYS),
         ("Makefile", "tests/house/test_check_changes.py", Near.IMPORTS),
         ("tests/support/errors_table.py", "tests/docs/test_errors.py", Near.IMPORTS),
         ("tests/links/linked_hosts.py", "tests/links/test_links.py", Near.IMPORTS),

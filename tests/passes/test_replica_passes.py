@@ -12,7 +12,7 @@ from jobs import even_case, random_case, random_job_program
 from adaptra.errors import PassError, ScheduleError
 from adaptra.passes import AdaptOrder, FuseBackward, InsertComm, LowerComm, SplitBackward, parse_pipeline
 from adaptra.passes.base import Pass
-from adaptra.planning.replicas.job_planner import plan_job
+from adaptra.planning.routes.job_planner import plan_job
 from adaptra.program import Kind, Op, Program
 from adaptra.program.placement import v_shaped
 from adaptra.program.verify import verify

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from adaptra.passes.adapt_order import AdaptOrder
-from adaptra.planning.comparison import compare, sweep_delay
+from adaptra.planning.explaining.comparison import compare, sweep_delay
 from adaptra.planning.planner import plan
 from adaptra.planning.published import paper_rule, uniform_slack
 from adaptra.planning.robust import robust_plan

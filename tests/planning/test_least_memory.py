@@ -22,7 +22,7 @@ from adaptra.planning.least_memory import WITHIN, plan_least_memory, spare_memor
 from adaptra.planning.planner import plan
 from adaptra.program import Program
 from adaptra.program.verify import verify
-from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 from adaptra.runtime.launch.free_memory import free_on, left_in_groups
 from adaptra.runtime.options import Options
 from adaptra.simulation.cost import Case, CostModel

@@ -12,8 +12,8 @@ import pytest
 from jobs import even_case
 
 from adaptra.errors import ReportError
-from adaptra.passes.route import share_evenly
-from adaptra.planning.replicas.job_planner import plan_job
+from adaptra.planning.routes.job_planner import plan_job
+from adaptra.planning.routes.route import share_evenly
 from adaptra.program import Kind
 from adaptra.program.placement import v_shaped
 from adaptra.report.job_picture import STEPS_SHOWN, UPDATES, colour_of, draw_jobs

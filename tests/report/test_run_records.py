@@ -14,9 +14,9 @@ from adaptra.cli import main
 from adaptra.errors import ReportError
 from adaptra.report.run_page import draw_run
 from adaptra.report.run_records import load_run, summary
-from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.detection.measurement import ReduceTimes
-from adaptra.runtime.detection.reduces import StageReduce, StepReduces
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
+from adaptra.runtime.measuring.measurement import ReduceTimes
+from adaptra.runtime.measuring.reduces import StageReduce, StepReduces
 from adaptra.runtime.telemetry.records import Record, RunEnded, RunStarted, StepFailed
 from adaptra.simulation.worker_steps import WorkerStep
 

@@ -11,7 +11,7 @@ import pytest
 from job_timeline import job_timeline
 
 from adaptra.errors import ReportError
-from adaptra.planning.replicas.joined_programs import join
+from adaptra.planning.routes.joined_programs import join
 from adaptra.program.schedules import one_f_one_b
 from adaptra.report import perfetto
 from adaptra.report.picture import draw

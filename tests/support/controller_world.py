@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from adaptra.program import Program
 from adaptra.program.schedules import gpipe, zb_h1
-from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.detection.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
+from adaptra.runtime.control.plans.plan import Plan
+from adaptra.runtime.measuring.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
 

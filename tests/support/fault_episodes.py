@@ -17,9 +17,9 @@ from noisy_steps import best_plan, slower
 from torch import nn
 from training import Step
 
-from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.control.policy import ControllerOptions
+from adaptra.runtime.control.deciding.policy import ControllerOptions
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.injection.faults import Effect, Fault
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import simulate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adaptra.planning.replicas.job_planner import plan_job
+from adaptra.planning.routes.job_planner import plan_job
 from adaptra.program import Kind, Op
 from adaptra.program.routing import Routing
 from adaptra.simulation.cost import Case, CostModel

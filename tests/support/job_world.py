@@ -10,9 +10,9 @@ from policy_world import PolicyWorld
 from adaptra.program import Program
 from adaptra.program.routing import Routing
 from adaptra.program.schedules import one_f_one_b
-from adaptra.runtime.control.job_planning import JobPlanning
-from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.detection.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
+from adaptra.runtime.control.deciding.job_planning import JobPlanning
+from adaptra.runtime.control.plans.plan import Plan
+from adaptra.runtime.measuring.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
 

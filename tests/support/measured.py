@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from adaptra.planning.replicas.measured_jobs import UpdateSeconds
+from adaptra.planning.routes.measured_jobs import UpdateSeconds
 from adaptra.simulation.cost import CostModel
 
 MEASURED = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from adaptra.runtime.detection.detector import Detection, Detector
-from adaptra.runtime.detection.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
+from adaptra.runtime.measuring.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
 from adaptra.simulation.cost import CostModel
 
 STAGES = 4

@@ -18,14 +18,14 @@ from policy_world import PolicyWorld
 
 from adaptra.planning.planner import plan
 from adaptra.program import Program
-from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.control.policy import BeginPlanning, ControllerOptions
-from adaptra.runtime.control.replanning import Planning, makespan
+from adaptra.runtime.control.deciding.policy import BeginPlanning, ControllerOptions
+from adaptra.runtime.control.deciding.replanning import Planning, makespan
+from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.detection.changes import Change, ChangeKind
 from adaptra.runtime.detection.detector import Detection
-from adaptra.runtime.detection.measurement import StepMeasurement
-from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.detection.shape_scales import RelativeSizes, ShapeScales
+from adaptra.runtime.measuring.measurement import StepMeasurement
+from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
 from adaptra.simulation.timeline import MessageInterval

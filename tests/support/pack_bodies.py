@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from adaptra.graph.ops.specs import TensorSpec
-from adaptra.runtime.transports.delegate.pack import pack
+from adaptra.runtime.devices.pack import pack
 from adaptra.runtime.transports.message_format import flat_bytes, views_of
 
 DTYPES = (

@@ -12,12 +12,12 @@ from torch import Tensor
 from adaptra.graph.ops.specs import TensorSpec
 from adaptra.program import Program
 from adaptra.program.verify import verify
-from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.injection.emulation import Pacing
+from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.transports.base import Transport
-from adaptra.runtime.worker.executor import Executor
-from adaptra.runtime.worker.foreign_microbatches import BatchShapes
-from adaptra.runtime.worker.program_messages import MessageShapes
+from adaptra.runtime.worker.stages.foreign_microbatches import BatchShapes
+from adaptra.runtime.worker.step.executor import Executor
+from adaptra.runtime.worker.step.program_messages import MessageShapes
 
 SPEC = (TensorSpec((1,), torch.float32),)
 SHAPES = MessageShapes(SPEC, SPEC, SPEC)

@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.control.plan_log import Agreement
-from adaptra.runtime.control.policy import (
+from adaptra.runtime.control.deciding.policy import (
     Action,
     BeginPlanning,
     ControllerOptions,
@@ -22,8 +19,11 @@ from adaptra.runtime.control.policy import (
     Release,
     Withdraw,
 )
-from adaptra.runtime.control.replanning import Planning
-from adaptra.runtime.detection.measurement import StepMeasurement
+from adaptra.runtime.control.deciding.replanning import Planning
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.plan import Plan
+from adaptra.runtime.control.plans.plan_log import Agreement
+from adaptra.runtime.measuring.measurement import StepMeasurement
 
 SECONDS = 0.5
 """Of a step, as the policy's clock says."""

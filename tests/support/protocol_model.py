@@ -1,6 +1,7 @@
 """All orders of events that a few ranks can meet, for the code that agrees on plans: an explicit-state model checker.
 
-What is stepped is :class:`adaptra.runtime.control.participant.Participant` itself, with the log and the agreement that it uses.
+What is stepped is :class:`adaptra.runtime.control.agreement.participant.Participant` itself, with the log and the agreement
+that it uses.
 The model supplies what lies around it. There is a store, and mail that travels for as long as it likes and may be lost or told
 twice. There are ranks that run steps when the log covers them, and ranks that think about a proposal. There are impatience,
 connections that break and coordinators that give up. Processes die, also in the midst of what they were writing. A plan is its
@@ -32,11 +33,11 @@ from typing import Any
 
 from protocol_world import Bounds, Faults, ModelPlan, World, cloned, frozen
 
-from adaptra.runtime.control.mail import Gathered, Mail, Measured, Proposed, Reports, Spread
-from adaptra.runtime.control.participant import Participant, Surroundings
-from adaptra.runtime.control.relay import Relay
+from adaptra.runtime.control.agreement.participant import Participant, Surroundings
+from adaptra.runtime.control.mail.mail import Gathered, Mail, Measured, Proposed, Reports, Spread
+from adaptra.runtime.control.mail.relay import Relay
 from adaptra.runtime.control_store.schema import decode
-from adaptra.runtime.detection.measurement import StepMeasurement
+from adaptra.runtime.measuring.measurement import StepMeasurement
 
 
 class ViolationError(Exception):

@@ -8,9 +8,9 @@ from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
-from adaptra.runtime.control.participant import Participant
-from adaptra.runtime.control.plan_log import Agreement, Log
-from adaptra.runtime.control.relay import Relay, RelayOptions
+from adaptra.runtime.control.agreement.participant import Participant
+from adaptra.runtime.control.mail.relay import Relay, RelayOptions
+from adaptra.runtime.control.plans.plan_log import Agreement, Log
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ from typing import Any
 from counting_store import CountingStore
 
 from adaptra.program.schedules import gpipe
-from adaptra.runtime.control.mail import Gathered, Mail, Measured, Proposed, Reports, Spread, TellAnew, from_json, to_json
-from adaptra.runtime.control.mailbox import queue_of
-from adaptra.runtime.control.participant import Participant, Surroundings
-from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.control.relay import Relay, RelayOptions
+from adaptra.runtime.control.agreement.participant import Participant, Surroundings
+from adaptra.runtime.control.mail.mail import Gathered, Mail, Measured, Proposed, Reports, Spread, TellAnew, from_json, to_json
+from adaptra.runtime.control.mail.mailbox import queue_of
+from adaptra.runtime.control.mail.relay import Relay, RelayOptions
+from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.control_store.schema import encode
-from adaptra.runtime.detection.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
 from adaptra.runtime.detection.news import NewsReader, NewsTeller
+from adaptra.runtime.measuring.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
 from adaptra.simulation.cost import Case, CostModel
 
 CASE = Case(CostModel.uniform(2, 0.02, 0.02, 0.01), 4, (0, 1))

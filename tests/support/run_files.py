@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.detection.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
+from adaptra.runtime.measuring.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
 from adaptra.runtime.telemetry.log import FileSink
 from adaptra.runtime.telemetry.records import PathsChanged, Record, RunEnded, RunStarted, StepTaken, TimestampedRecord
 

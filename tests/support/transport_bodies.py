@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adaptra.errors import TransportError
 from adaptra.graph.ops.specs import TensorSpec
-from adaptra.runtime.detection.monitor import Monitor
+from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.step_messages.probes import Probes
 from adaptra.runtime.transports.base import Identity, Purpose, Transport
 

@@ -22,7 +22,7 @@ from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.options import Options
 from adaptra.runtime.options.rank_agreement import agreed, agreed_values, each_field
 from adaptra.runtime.transports.registry import is_built_in, transport_names
-from adaptra.runtime.worker.loss_reduction import Reduction
+from adaptra.runtime.worker.stages.loss_reduction import Reduction
 from adaptra.sizes import MemoryLimit
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import Tensor
 from adaptra.frontend.losses.label_weights import LabelPlaces, WeightGraph, Weights, weights_of
 from adaptra.frontend.shapes.shapes import ShapedBatch
 from adaptra.graph import CompiledStages
-from adaptra.runtime.worker.loss_reduction import UNEQUAL
+from adaptra.runtime.worker.stages.loss_reduction import UNEQUAL
 
 logger = logging.getLogger(__name__)
 

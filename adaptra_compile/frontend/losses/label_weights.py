@@ -18,7 +18,7 @@ from adaptra.graph import CompiledStages
 from adaptra.graph.capture.capture import FlatGraph
 from adaptra.graph.compile import Captured
 from adaptra.graph.ops.ops import changes_in_place, is_random
-from adaptra.runtime.worker.loss_reduction import NO_LABEL
+from adaptra.runtime.worker.stages.loss_reduction import NO_LABEL
 
 aten: Final[Any] = torch.ops.aten
 

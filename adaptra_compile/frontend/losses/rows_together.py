@@ -14,7 +14,7 @@ from adaptra.frontend.losses.batch_look import example_weights
 from adaptra.graph import CompiledStages
 from adaptra.graph.capture.batch import loss_of
 from adaptra.graph.ops.ops import is_random
-from adaptra.runtime.worker.loss_reduction import IN_BATCH, NEEDS, UNEQUAL, adds_up
+from adaptra.runtime.worker.stages.loss_reduction import IN_BATCH, NEEDS, UNEQUAL, adds_up
 
 logger = logging.getLogger(__name__)
 

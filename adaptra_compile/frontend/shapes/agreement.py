@@ -7,7 +7,7 @@ from typing import Final
 from adaptra.errors import BatchError
 from adaptra.frontend.shapes.shapes import NewShape
 from adaptra.runtime.control.calls import Calls
-from adaptra.runtime.launch.exchange import exchange, not_set
+from adaptra.runtime.exchange.store_exchange import exchange, not_set
 from adaptra.runtime.launch.launch import Launch
 from adaptra.runtime.worker.worker import Worker
 

@@ -15,8 +15,8 @@ from adaptra.errors import PlanError
 from adaptra.planning.least_memory import plan_least_memory
 from adaptra.planning.planner import plan as search
 from adaptra.program import Program
-from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.worker.rank_programs import check_memory
+from adaptra.runtime.control.plans.plan import Plan
+from adaptra.runtime.worker.step.rank_programs import check_memory
 from adaptra.simulation.cost import Case, CostModel
 
 

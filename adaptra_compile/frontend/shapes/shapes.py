@@ -19,10 +19,10 @@ from adaptra.errors import BatchError, CaptureError, OptionError, PartitionError
 from adaptra.frontend.shapes.kept import ShapesWarning
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec
-from adaptra.runtime.control.events import EventKind
+from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.worker.batch import first_rows, microbatch_rows, rows_of_all, split_rows
-from adaptra.runtime.worker.shapes import FIRST, StepShape
-from adaptra.runtime.worker.step_parts import Batch
+from adaptra.runtime.worker.step.shapes import FIRST, StepShape
+from adaptra.runtime.worker.step.step_parts import Batch
 
 Given = tuple[tuple[Any, ...], Mapping[str, Any], Any]
 """The model's positional and keyword arguments, and the loss's targets."""

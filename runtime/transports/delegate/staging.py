@@ -20,7 +20,7 @@ from torch import Tensor
 
 from adaptra import _C
 from adaptra.errors import LaunchError
-from adaptra.runtime.transports.delegate import pack
+from adaptra.runtime.devices import pack
 from adaptra.runtime.transports.delegate.engine_memory import EngineMessage
 
 logger = logging.getLogger(__name__)

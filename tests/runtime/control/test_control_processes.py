@@ -19,8 +19,8 @@ import pytest
 from event_log import EventFile, check_events, read_events
 from processes import run_processes
 
-from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.plan import Plan
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -41,13 +41,13 @@ from adaptra.passes.insert_comm import Channel, InsertComm
 from adaptra.program import Program
 from adaptra.program.schedules import one_f_one_b
 from adaptra.runtime.control.controller import Controller
-from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.control.mail import Confirmed, Measured, Proposed
-from adaptra.runtime.control.mailbox import Mailbox
-from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.control.policy import ControllerOptions
-from adaptra.runtime.control.relay import RelayOptions
-from adaptra.runtime.control.replanning import Planning, nothing_ahead
+from adaptra.runtime.control.deciding.policy import ControllerOptions
+from adaptra.runtime.control.deciding.replanning import Planning, nothing_ahead
+from adaptra.runtime.control.mail.mail import Confirmed, Measured, Proposed
+from adaptra.runtime.control.mail.mailbox import Mailbox
+from adaptra.runtime.control.mail.relay import RelayOptions
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.detection.level_shift import DetectorOptions
 from adaptra.simulation.cost import Case, CostModel
 

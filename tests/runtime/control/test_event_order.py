@@ -12,10 +12,10 @@ from torch import Tensor
 from training import MIXED
 
 import adaptra
-from adaptra.runtime.control.events import EventKind
-from adaptra.runtime.control.mail import Measured, Proposed
-from adaptra.runtime.control.participant import Participant, Surroundings
-from adaptra.runtime.detection.measurement import StepMeasurement
+from adaptra.runtime.control.agreement.participant import Participant, Surroundings
+from adaptra.runtime.control.mail.mail import Measured, Proposed
+from adaptra.runtime.control.plans.events import EventKind
+from adaptra.runtime.measuring.measurement import StepMeasurement
 
 ROWS = 16
 

@@ -12,10 +12,10 @@ import pytest
 from protocol_model import Model, ViolationError
 from protocol_world import Bounds, Faults
 
-from adaptra.runtime.control.mail import Confirmed, Gathered, Joined
-from adaptra.runtime.control.participant import Participant
-from adaptra.runtime.control.plan_log import Agreement, Entry, Log
-from adaptra.runtime.control.relay import Relay, RelayOptions
+from adaptra.runtime.control.agreement.participant import Participant
+from adaptra.runtime.control.mail.mail import Confirmed, Gathered, Joined
+from adaptra.runtime.control.mail.relay import Relay, RelayOptions
+from adaptra.runtime.control.plans.plan_log import Agreement, Entry, Log
 
 CHAIN, TREE = RelayOptions(direct=0, fan_out=1, period=1), RelayOptions(direct=0, fan_out=2, period=1)
 """A rank sends on what comes for one other rank, or for two."""

@@ -16,9 +16,9 @@ from training import MIXED
 
 import adaptra
 from adaptra.errors import ControlError
-from adaptra.runtime.control.mail import Term
-from adaptra.runtime.control.mailbox import Mailbox
-from adaptra.runtime.control.plan_log import Entry, Log
+from adaptra.runtime.control.mail.mail import Term
+from adaptra.runtime.control.mail.mailbox import Mailbox
+from adaptra.runtime.control.plans.plan_log import Entry, Log
 from adaptra.runtime.control_store.signed_store import SignedStore, signed, under
 from adaptra.runtime.control_store.stores import Connection
 from adaptra.runtime.membership.membership import Membership

@@ -17,7 +17,7 @@ import adaptra
 from adaptra.errors import PipelineError
 from adaptra.report import perfetto
 from adaptra.report.run_records import load_run, summary
-from adaptra.runtime.detection.reduces import StepReduces
+from adaptra.runtime.measuring.reduces import StepReduces
 from adaptra.runtime.telemetry.records import StepTaken
 
 STAGES, ROWS, STEPS, WIDTH = 2, 8, 3, 8

@@ -12,7 +12,7 @@ from policy_world import PolicyWorld
 
 from adaptra.runtime.detection.changes import LossChange
 from adaptra.runtime.detection.detector import Detector
-from adaptra.runtime.detection.measurement import Stalls, StepMeasurement
+from adaptra.runtime.measuring.measurement import Stalls, StepMeasurement
 
 SLOW_WORKER = 1, 1
 """Its replica and its stage."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from adaptra.runtime.detection.clock_drift import ClockDrift
-from adaptra.runtime.detection.measurement import EdgeEstimate, EdgeMeasurement
+from adaptra.runtime.measuring.measurement import EdgeEstimate, EdgeMeasurement
 
 LEVELS = {(0, 1): 0.002, (1, 0): 0.003}
 

@@ -13,7 +13,7 @@ from adaptra.runtime.detection.changes import EdgeChange, StageChange
 from adaptra.runtime.detection.detector import Detector
 from adaptra.runtime.detection.flapping import MOST_RELAPSES
 from adaptra.runtime.detection.level_shift import DetectorOptions, Level
-from adaptra.runtime.detection.measurement import EdgeEstimate, EdgeMeasurement, Stalls, StepMeasurement
+from adaptra.runtime.measuring.measurement import EdgeEstimate, EdgeMeasurement, Stalls, StepMeasurement
 from adaptra.simulation.cost import CostModel
 
 

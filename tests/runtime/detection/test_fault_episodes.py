@@ -8,7 +8,7 @@ import pytest
 from fault_episodes import judge, misplaced, random_episodes, train_through
 from processes import run_processes
 
-from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 from adaptra.runtime.injection.faults import Fault
 
 

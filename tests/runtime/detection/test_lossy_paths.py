@@ -8,14 +8,14 @@ import pytest
 from measurements import HEALTHY, calibrated, measured
 from noisy_steps import CASE, Fault, NoisySteps
 
-from adaptra.planning.bandwidth_remedies import BandwidthOptions, Remedies, find_remedies
 from adaptra.planning.planner import plan
+from adaptra.planning.remedies.bandwidth_remedies import BandwidthOptions, Remedies, find_remedies
 from adaptra.program import Program
-from adaptra.runtime.control.plan import Edges, Plan
-from adaptra.runtime.control.replanning import Planning
+from adaptra.runtime.control.deciding.replanning import Planning
+from adaptra.runtime.control.plans.plan import Edges, Plan
 from adaptra.runtime.detection.changes import Change, ChangeKind, LossChange
 from adaptra.runtime.detection.detector import Detection, Detector
-from adaptra.runtime.detection.measurement import EdgeEstimate, Stalls, StepMeasurement
+from adaptra.runtime.measuring.measurement import EdgeEstimate, Stalls, StepMeasurement
 from adaptra.simulation.cost import Case
 
 EDGE = (1, 2)

@@ -11,8 +11,8 @@ from measurements import HEALTHY, SLOW, measured
 
 from adaptra.errors import ControlError
 from adaptra.runtime.detection.detector import Detector
-from adaptra.runtime.detection.measurement import ReduceTimes, Stalls, StepMeasurement
 from adaptra.runtime.detection.news import REMEMBERED, NewsReader, NewsTeller
+from adaptra.runtime.measuring.measurement import ReduceTimes, Stalls, StepMeasurement
 from adaptra.simulation.cost import CostModel
 
 PERIOD = 5

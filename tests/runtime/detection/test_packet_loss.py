@@ -15,8 +15,8 @@ from training import Step, adam, call, compiled, differences, run_step, train, t
 
 import adaptra
 from adaptra.errors import OptionError
-from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.plan import Plan
 
 ROWS, MICROBATCHES, WIDTH = 16, 4, 128
 FOREIGN = "lossy_bf16=… with transport '…': expected a transport of adaptra's own, which all can round"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from processes import run_processes
 
-from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.control.plan_log import Agreement
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.plan_log import Agreement
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone]
 
@@ -54,7 +54,7 @@ def follow_costs(rank: int, port: int, onset: int, healed: int, after: tuple[int
 
     from adaptra.errors import PlanError
     from adaptra.runtime.control.controller import Controller
-    from adaptra.runtime.control.replanning import Planning
+    from adaptra.runtime.control.deciding.replanning import Planning
 
     def search(case: object, current: object) -> Any:
         raise PlanError("only drafts are there in time")

@@ -10,9 +10,9 @@ from noisy_steps import CASE, Fault, NoisySteps
 from adaptra.program import Kind
 from adaptra.runtime.detection.changes import ChangeKind, EdgeChange, LossChange, StageChange
 from adaptra.runtime.detection.detector import Detector
-from adaptra.runtime.detection.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
-from adaptra.runtime.detection.monitor import Monitor
 from adaptra.runtime.detection.shape_scales import COMPARISONS, RelativeSizes, ShapeScales
+from adaptra.runtime.measuring.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
+from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.simulation.cost import CostModel
 
 EDGES = [(stage, stage + way) for stage in range(4) for way in (-1, 1) if 0 <= stage + way < 4]

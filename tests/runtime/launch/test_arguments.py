@@ -14,8 +14,8 @@ from counting_store import CountingStore
 from errors_table import check_documented
 
 from adaptra.errors import ControlError, LaunchError
+from adaptra.runtime.exchange.store_exchange import exchange
 from adaptra.runtime.launch.arguments import agree_on_arguments
-from adaptra.runtime.launch.exchange import exchange
 
 SAME = {"stages": "2", "microbatches": "8"}
 SECRET = "5b1f" * 16

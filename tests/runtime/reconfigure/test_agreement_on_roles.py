@@ -15,12 +15,12 @@ from training import MIXED
 from adaptra.collectives.seconds import DIRECT
 from adaptra.graph import compile_stages
 from adaptra.graph.estimated_cost import estimated_cost
-from adaptra.planning.layout_change import RoleChange
+from adaptra.planning.layouts.layout_change import RoleChange
 from adaptra.program.placement import stages_of
 from adaptra.program.roles import Roles, moved
-from adaptra.runtime.detection.measurement import StageMeasurement
+from adaptra.runtime.exchange.state_transfer import gather_state
+from adaptra.runtime.measuring.measurement import StageMeasurement
 from adaptra.runtime.reconfigure.agreement import agree_on_roles
-from adaptra.runtime.reconfigure.state_transfer import gather_state
 from adaptra.simulation.cost import Case
 
 RANKS, ROWS = 4, 4

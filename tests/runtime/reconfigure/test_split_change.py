@@ -20,7 +20,7 @@ import adaptra
 from adaptra.errors import AdaptraError, PipelineError
 from adaptra.frontend.arguments.placing import placed_on
 from adaptra.graph import compile_stages
-from adaptra.runtime.control.events import EventKind
+from adaptra.runtime.control.plans.events import EventKind
 
 ROWS, MICROBATCHES, STEPS = 16, 4, 6
 

@@ -14,11 +14,11 @@ from torch import nn
 
 import adaptra
 from adaptra.program import Kind
-from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.detection.measurement import EdgeMeasurement, estimate_edge
-from adaptra.runtime.detection.monitor import Monitor
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.injection.faulty_transport import FaultyTransport
+from adaptra.runtime.measuring.measurement import EdgeMeasurement, estimate_edge
+from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.step_messages.probes import Probes
 from adaptra.runtime.step_messages.rate_probes import EVERY, IN_A_ROW
 from adaptra.runtime.step_messages.shared_gradients import Gradients, SharedParameter

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from event_log import check_events, event
 
-from adaptra.runtime.control.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 
 C, S, A, W = EventKind.CONFIRMED, EventKind.SWITCHED, EventKind.AGREED, EventKind.WITHDRAWN
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from controller_world import plan_zero
 
-from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.control.plan import Plan
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
+from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.telemetry.rank import RankTelemetry
 
 

@@ -22,8 +22,8 @@ import adaptra
 from adaptra.errors import OptionError
 from adaptra.report import perfetto
 from adaptra.report.run_records import load_run
-from adaptra.runtime.control.events import ControlEvent, EventKind
-from adaptra.runtime.detection.measurement import (
+from adaptra.runtime.control.plans.events import ControlEvent, EventKind
+from adaptra.runtime.measuring.measurement import (
     EdgeEstimate,
     EdgeMeasurement,
     ReduceTimes,
@@ -31,7 +31,7 @@ from adaptra.runtime.detection.measurement import (
     Stalls,
     StepMeasurement,
 )
-from adaptra.runtime.detection.reduces import StageReduce, StepReduces
+from adaptra.runtime.measuring.reduces import StageReduce, StepReduces
 from adaptra.runtime.telemetry.log import FileSink
 from adaptra.runtime.telemetry.prometheus import PrometheusSink
 from adaptra.runtime.telemetry.recorder import MOST_WAITING, Recorder

@@ -10,8 +10,8 @@ from adaptra.passes.insert_comm import InsertComm
 from adaptra.passes.lower_comm import LowerComm
 from adaptra.program import Program
 from adaptra.program.schedules import gpipe
-from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.control.policy import _delegated
+from adaptra.runtime.control.deciding.policy import _delegated
+from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.detection.changes import EdgeChange
 from adaptra.runtime.detection.detector import Detection
 from adaptra.runtime.launch.launch import launch

@@ -19,10 +19,10 @@ from adaptra.errors import ScheduleError
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.program import Program
 from adaptra.program.verify import verify
-from adaptra.runtime.detection.measurement import ReduceTimes
-from adaptra.runtime.detection.monitor import Monitor
+from adaptra.runtime.measuring.measurement import ReduceTimes
+from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.transports.local import LocalHub
-from adaptra.runtime.worker.program_messages import MessageShapes
+from adaptra.runtime.worker.step.program_messages import MessageShapes
 from adaptra.simulation.cost import CostModel
 
 LATE = 0.5

@@ -13,9 +13,9 @@ from training import MIXED, adam, compiled, differences, run_step, train_alone
 
 import adaptra
 from adaptra.frontend import stage_planning as recipe
-from adaptra.runtime.control.events import EventKind
-from adaptra.runtime.control.plan import Plan
-from adaptra.runtime.worker.rank_programs import MOST_PREPARED, RankPrograms
+from adaptra.runtime.control.plans.events import EventKind
+from adaptra.runtime.control.plans.plan import Plan
+from adaptra.runtime.worker.step.rank_programs import MOST_PREPARED, RankPrograms
 
 STEPS = 40
 """Far more than calibration, detection and a proposal take."""

@@ -1,0 +1,1 @@
+"""Layouts: which rank takes which stage of which replica. Imports no torch."""

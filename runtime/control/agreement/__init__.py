@@ -1,0 +1,1 @@
+"""Agreement: how a rank prepares, confirms and enters a plan, and whether all ranks were given the same rows."""

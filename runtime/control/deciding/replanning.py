@@ -1,0 +1,140 @@
+"""The compiler, as the control plane uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+from adaptra.passes.insert_comm import Channel
+from adaptra.planning.remedies.bandwidth_remedies import BFLOAT16_SHARE, Remedies, Remedy, needed_rounding
+from adaptra.program import Program
+from adaptra.program.routing import Grid
+from adaptra.program.verify import verify
+from adaptra.runtime.control.plans.plan import Edges, Plan
+from adaptra.runtime.detection.detector import Detection, Detector
+from adaptra.runtime.detection.job_detector import JobDetector
+from adaptra.runtime.detection.level_shift import DetectorOptions
+from adaptra.runtime.detection.step_noise import steps_until_sure
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.period import simulate_alike
+from adaptra.simulation.simulate import lower_bound, simulate
+
+
+def nothing_helps(_case: Case, _program: Program, _spread: Edges, _rounded: Edges) -> None:
+    """No remedies, where nobody looks for them."""
+
+
+def makespan(program: Program, cost: CostModel) -> float:
+    """Return the predicted time of a step, in the unit of the cost model; of several replicas the period."""
+    return simulate(program, cost).makespan if program.routing is None else simulate_alike(program, cost).period
+
+
+def nothing_ahead(_program: Program, _cost: CostModel) -> Mapping[Channel, int]:
+    """No receives posted ahead, where nobody lowers programs."""
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Planning:
+    """The compiler, as the controller uses it.
+
+    Attributes:
+        planner: The best program for a case, given the one that runs now. May raise an AdaptraError: the old plan is then kept.
+        remedies: Relief for the edges whose bandwidth binds in a case, given its program and the edges that already take the
+            delegate or round; see :func:`adaptra.planning.remedies.bandwidth_remedies.find_remedies`.
+        draft: As ``planner``, but sooner, for what is only suspected; by default the planner itself.
+        ahead_of_need: How many messages ahead of need the receives of each channel are posted when a program is lowered for a
+            cost model; see :meth:`adaptra.passes.insert_comm.InsertComm.ahead_of_need`.
+        activation_bytes: The most bytes of activations on each rank at a time under a program, where they are known.
+    """
+
+    planner: Callable[[Case, Program], Program]
+    remedies: Callable[[Case, Program, Edges, Edges], Remedies | None] = nothing_helps
+    draft: Callable[[Case, Program], Program] | None = None
+    ahead_of_need: Callable[[Program, CostModel], Mapping[Channel, int]] = nothing_ahead
+    activation_bytes: Callable[[Program], tuple[int, ...]] | None = None
+
+    def workers(self, case: Case) -> Grid:
+        """Return the workers of each stage by replica that a plan of several replicas has; none for one pipeline."""
+        return ()
+
+    def check(self, program: Program) -> None:
+        """Refuse a program that the ranks can't execute.
+
+        Raises:
+            ScheduleError: As :func:`adaptra.program.verify.verify`.
+        """
+        verify(program)
+
+    def detector(self, cost: CostModel, options: DetectorOptions) -> Detector | JobDetector:
+        """Return the detector of changes, which begins with these costs."""
+        return Detector(cost, options)
+
+    def plan_for(self, detection: Detection, current: Plan, delegated: Edges, is_draft: bool) -> tuple[Plan, Remedies | None]:
+        """The best plan for what was detected that the time allows, and what would relieve edges whose bandwidth binds.
+
+        Edges that round and would not bind as they are become exact again; where rounding is allowed and wins, it is part of
+        the plan. The plan has the version of the running one.
+
+        Args:
+            detection: What holds now.
+            current: The plan that runs.
+            delegated: The edges that take the delegate under the new plan.
+            is_draft: Whether there is time for a quick search only, and none for remedies.
+        """
+        rounded = needed_rounding(replace(current.case, cost=detection.cost), current.rounded)
+        needless = tuple(edge for edge in current.rounded if edge not in rounded)
+        detection = detection.with_occupancies(needless, 1 / BFLOAT16_SHARE)
+        case, program = self._search(detection, current, is_draft)
+        reason, remedies = detection.reason, None if is_draft else self.remedies(case, program, delegated, rounded)
+        rounding = None if remedies is None else remedies.best(Remedy.ROUNDING)
+        if remedies is not None and rounding is not None:
+            exact = tuple(edge for edge in remedies.edges if edge not in rounded)
+            detection, rounded = detection.with_occupancies(exact, BFLOAT16_SHARE), tuple(sorted({*rounded, *exact}))
+            case, program, reason = replace(case, cost=rounding.cost), rounding.program, f"{reason}; {rounding.change}"
+        predicted, bound = self.expect(program, detection), lower_bound(case).value
+        return Plan(current.version, program, case, predicted, bound, reason, delegated, rounded), remedies
+
+    def expect(self, program: Program, detection: Detection) -> float:
+        """The makespan of a program under the detected costs; with lossy edges the mean over their scenarios."""
+        if not detection.scenarios:
+            return makespan(program, detection.cost)
+        weights = [scenario.weight for scenario in detection.scenarios]
+        return fmean((makespan(program, scenario.cost) for scenario in detection.scenarios), weights)
+
+    def lowered_anew(self, current: Plan, detection: Detection) -> Plan | None:
+        """The running program with its receives posted in time for the detected costs.
+
+        None if they are posted in time already, and if late receives may cost less than steps scatter by themselves. A late
+        receive delays its message by a latency at most. All of them cost no more than the step has become longer.
+        """
+        before = self.ahead_of_need(current.program, current.case.cost)
+        now = self.ahead_of_need(current.program, detection.cost)
+        if all(count <= before[channel] for channel, count in now.items()):
+            return None
+        longer = self.expect(current.program, detection) - makespan(current.program, current.case.cost)
+        if steps_until_sure(max(longer, _added_latency(current.case.cost, detection.cost)), detection.noise) > 0:
+            return None
+        case = replace(current.case, cost=detection.cost)
+        predicted, reason = self.expect(current.program, detection), f"{detection.reason}; the same order, receives sooner"
+        return replace(current, case=case, predicted=predicted, bound=lower_bound(case).value, reason=reason)
+
+    def _search(self, detection: Detection, current: Plan, is_draft: bool) -> tuple[Case, Program]:
+        """Return the case that was planned for, and the best program without messages.
+
+        With lossy edges there is a search for each scenario and one for the mean, and the program with the shortest mean step
+        wins. Mostly that is the one for late messages: more microbatches in flight hide more of a stall. Each of these searches
+        is as short as a draft's.
+        """
+        costs = dict.fromkeys((detection.cost, *(scenario.cost for scenario in detection.scenarios)))
+        planner = self.draft if self.draft is not None and (is_draft or len(costs) > 1) else self.planner
+        cases = [replace(current.case, cost=cost) for cost in costs]
+        found = [(case, planner(case, current.program).compute_only()) for case in cases]
+        return min(found, key=lambda pair: self.expect(pair[1], detection))
+
+
+def _added_latency(before: CostModel, now: CostModel) -> float:
+    """The largest growth of an edge's latency, in the unit of the cost models."""
+    pairs = zip((*before.latency_forward, *before.latency_backward), (*now.latency_forward, *now.latency_backward), strict=True)
+    return max((later - earlier for earlier, later in pairs), default=0.0)

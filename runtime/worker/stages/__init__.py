@@ -1,0 +1,1 @@
+"""The stages of one rank: their modules, microbatches of other replicas, buffers, hooks and accumulated gradients."""

@@ -1,0 +1,236 @@
+"""The executor: runs one rank's instruction list, and waits for nothing but the inputs of the current op.
+
+The program is lowered: its SEND and RECV ops define where messages are sent and where receives are posted. The executor follows
+them and decides nothing. A RECV posts a receive and a SEND sends a message; neither blocks. A compute op waits for its own
+message only (rule 2).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from adaptra.graph.ops.specs import MessageSpec
+from adaptra.profiled import named
+from adaptra.program import Kind, Op, Program
+from adaptra.runtime.devices.device_clock import Mark
+from adaptra.runtime.injection.emulation import Pacing
+from adaptra.runtime.measuring.monitor import Monitor
+from adaptra.runtime.transports.base import Purpose, Transport
+from adaptra.runtime.worker.stages.buffer_hand_over import BufferHandOver
+from adaptra.runtime.worker.stages.foreign_microbatches import BatchShapes, ForeignMicrobatches
+from adaptra.runtime.worker.stages.stage import Stage
+from adaptra.runtime.worker.step.program_messages import MessageShapes, ProgramMessages
+
+
+class Executor:
+    """Runs one rank's order of a lowered program, step after step.
+
+    Args:
+        program: A lowered program that :func:`adaptra.program.verify.verify` accepts.
+        rank: This rank.
+        stages: The stages of this rank by replica and index, as ops name them.
+        shapes: The tensors in the messages of every stage of the pipeline, by stage index.
+        batch: The tensors of a microbatch's inputs, targets and results.
+        transport: Carries the messages; its receive buffers are reserved here, sized by the program.
+        pacing: Lengthens ops on emulated devices and slowed stages.
+        monitor: Records ops and messages.
+        mark: The present time on this rank's device, as :meth:`adaptra.runtime.devices.device_clock.OpClock.mark`.
+        timeout: Seconds an op waits for a message before the step fails.
+        shape: The code of the batch's shape, which both sides of a message compare.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        stages: Mapping[tuple[int | None, int], Stage],
+        shapes: Sequence[MessageShapes],
+        batch: BatchShapes,
+        transport: Transport,
+        pacing: Pacing,
+        monitor: Monitor,
+        mark: Callable[[], Mark],
+        timeout: float,
+        shape: int = 0,
+    ) -> None:
+        self.program = program
+        self._order = program.orders[rank]
+        self._rank = rank
+        self._stages = stages
+        self._home = None if program.routing is None else program.routing.replica_of(rank)
+        self._messages = ProgramMessages(program, rank, shapes, transport, monitor, timeout, shape)
+        weights = [one.weights for one in shapes]
+        self._foreign = ForeignMicrobatches(program, rank, batch, weights, transport, timeout)
+        self._buffers = BufferHandOver(program, rank, [one.buffers for one in shapes], transport, timeout)
+        self._pacing = pacing
+        self._monitor = monitor
+        self._mark = mark
+        self._last = program.stages - 1
+        self._step = -1
+        self._on_message: Callable[[int], None] | None = None
+        self._on_results: Callable[[dict[int, tuple[Tensor, ...]]], None] | None = None
+        self._on_asked: Callable[[int], None] | None = None
+        self._results: dict[int, tuple[Tensor, ...]] = {}
+        self._values: dict[Op, tuple[Tensor, ...]] = {}
+
+    @property
+    def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
+        """The number of receive buffers that the program needs at a time, per source rank and message."""
+        return Counter(self._messages.receive_counts) + self._foreign.receive_counts + self._buffers.receive_counts
+
+    @property
+    def heard(self) -> frozenset[int]:
+        """The stages from which messages of this rank's replica come."""
+        return self._messages.heard
+
+    @torch.no_grad()
+    def run(
+        self,
+        step: int,
+        inputs: Sequence[Sequence[Tensor]],
+        targets: Sequence[Sequence[Tensor]],
+        on_message: Callable[[int], None] | None = None,
+        on_results: Callable[[dict[int, tuple[Tensor, ...]]], None] | None = None,
+        *,
+        asks: bool = False,
+        on_asked: Callable[[int], None] | None = None,
+    ) -> dict[int, tuple[Tensor, ...]]:
+        """Run one step.
+
+        Args:
+            step: The step's number; part of every message's identity.
+            inputs: The model's inputs per microbatch of this rank's replica; only used by the rank of the first stage.
+            targets: The loss's targets per microbatch of this rank's replica; only used by the rank of the last stage.
+            on_message: Called with the sending stage of a message as soon as an op uses it.
+            on_results: Called on the rank of the last stage with the results as soon as they are complete.
+            asks: Whether the user asks for the model's outputs on this rank, which has the last stage.
+            on_asked: Called with each other replica that asks for outputs of microbatches which this rank computes, before
+                these are computed.
+
+        Returns:
+            On the rank of the last stage, its results per microbatch; elsewhere nothing.
+
+        Raises:
+            TransportError: A message could not be exchanged; names its edge.
+            Exception: An error of the user's model, with a note of rank, op and step.
+        """
+        self._step = step
+        self._on_message = on_message
+        self._on_results = on_results
+        self._on_asked = on_asked
+        self._results = {}
+        self._messages.begin_step(step)
+        self._foreign.begin_step(step, inputs, targets, asks=asks)
+        self._buffers.begin_step(step, self._stages)
+        self._monitor.ready(self._mark())
+        for op in self._order:
+            try:
+                self._execute(op, inputs, targets)
+            except Exception as error:
+                error.add_note(f"in step {step}: rank {self._rank} at {op}")
+                raise
+        self._foreign.end_step(self._stages, self._found)
+        self._buffers.end_step(self._stages)
+        return self._results
+
+    def _execute(self, op: Op, inputs: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]) -> None:
+        stage, microbatch = op.stage, op.microbatch
+        match op.kind:
+            case Kind.F:
+                self._forward(op, inputs, targets)
+            case Kind.I | Kind.B:
+                grad_outputs = () if stage == self._last else self._take(op, +1)
+                if op.kind is Kind.B:
+                    self._take_over_sums(op)
+                started = time.monotonic(), self._mark()
+                with named(op):
+                    grad_inputs = self._stages[op.replica, stage].input_grad(microbatch, grad_outputs)
+                    if op.kind is Kind.B:
+                        self._weight_grad(op, started[0])
+                self._finish(op, started)
+                if stage > 0:
+                    self._values[_made_by(Kind.I, op, stage)] = grad_inputs
+            case Kind.W:
+                self._take_over_sums(op)
+                started = time.monotonic(), self._mark()
+                with named(op):
+                    self._weight_grad(op, started[0])
+                self._finish(op, started)
+            case Kind.SEND_F | Kind.SEND_B | Kind.SEND_W:
+                with named(op):
+                    self._messages.send(op, self._sent(op))
+            case Kind.RECV_F | Kind.RECV_B | Kind.RECV_W:
+                self._messages.post(op)
+            case Kind.REDUCE | Kind.STEP:
+                pass  # the worker adds up gradients when its order has ended, and the user's optimizer makes the update
+
+    def _forward(self, op: Op, inputs: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]) -> None:
+        given = self._of_batch(Purpose.INPUT, op, inputs) if op.stage == 0 else self._take(op, -1)
+        wanted = self._of_batch(Purpose.TARGET, op, targets) if op.stage == self._last else ()
+        if op.stage == self._last and self._foreign.first_asked(op) and self._on_asked is not None:
+            assert op.replica is not None, "a program of one pipeline has no other replica's microbatches"
+            self._on_asked(op.replica)
+        self._buffers.before_forward(op, self._stages)
+        started = time.monotonic(), self._mark()
+        with named(op):
+            outputs = self._stages[op.replica, op.stage].forward(self._step, op.microbatch, given, wanted)
+        self._finish(op, started)
+        self._buffers.after_forward(op, self._stages)
+        if op.stage < self._last:
+            self._values[op] = outputs
+        elif op.replica == self._home:
+            self._found(op.microbatch, outputs)
+        else:
+            self._foreign.keep(op, outputs)
+
+    def _sent(self, op: Op) -> tuple[Tensor, ...]:
+        """Return what a send carries away."""
+        if op.kind is Kind.SEND_W:
+            return self._stages[op.replica, op.stage].hand_over()
+        return self._values.pop(_made_by(Kind.F if op.kind is Kind.SEND_F else Kind.I, op, op.stage))
+
+    def _weight_grad(self, op: Op, at: float) -> None:
+        """Run W, or the W of a B. An emulated device computes its gradients one after the other too."""
+        stage = self._stages[op.replica, op.stage]
+        stage.weight_grad(op.microbatch, lambda share: self._pacing.pad_part(op.stage, op.kind, self._step, at, share))
+
+    def _finish(self, op: Op, started: tuple[float, Mark]) -> None:
+        at, mark = started
+        self._pacing.pad(op.stage, op.kind, self._step, at)
+        self._monitor.op(op, mark, self._mark())
+        self._messages.release_after(op)
+        if op.kind is not Kind.F and op.kind is not Kind.I:
+            self._foreign.release_after(op)
+
+    def _take_over_sums(self, op: Op) -> None:
+        """Wait for the sums of another worker, if that one has computed the microbatch before. The wait is no part of W."""
+        sums = self._messages.take_weights(op)
+        if sums is not None:
+            self._stages[op.replica, op.stage].take_over(sums)
+
+    def _of_batch(self, purpose: Purpose, op: Op, own: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Return an F's part of the batch: of this rank's replica, or from another one."""
+        return own[op.microbatch] if op.replica == self._home else self._foreign.take(purpose, op)
+
+    def _found(self, microbatch: int, results: tuple[Tensor, ...]) -> None:
+        """Take the results of a microbatch of this rank's replica."""
+        self._results[microbatch] = results
+        if self._on_results is not None and len(self._results) == self.program.microbatches:
+            self._on_results(self._results)
+
+    def _take(self, op: Op, offset: int) -> tuple[Tensor, ...]:
+        """Return the neighbouring stage's result for ``op``: from this rank if it was computed here, else from its message."""
+        neighbour = op.stage + offset
+        if self.program.holder(op.replica, neighbour, op.microbatch) == self._rank:
+            return self._values.pop(_made_by(Kind.F if offset < 0 else Kind.I, op, neighbour))
+        return self._messages.take(op, offset, self._on_message)
+
+
+def _made_by(kind: Kind, op: Op, stage: int) -> Op:
+    """Return the key of a value: the F or I of the op's microbatch on a stage. B counts as I."""
+    return Op(stage, kind, op.microbatch, None, op.replica)

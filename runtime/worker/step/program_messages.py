@@ -1,0 +1,268 @@
+"""The messages of one rank's program: its sends and receives, and the buffers that received messages keep.
+
+All of it follows from the lowered program and is worked out once. So the number of buffers and the last use of each message are
+known before a step. It is also known after which message of a channel the next step's receives may be pre-posted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from torch import Tensor
+
+from adaptra.graph.ops.specs import MessageSpec
+from adaptra.program import Kind, Op, Program
+from adaptra.program.dependencies import RECEIVED_BY, RULE, SENT_BY, other_end, peer_stage
+from adaptra.runtime.measuring.monitor import Monitor
+from adaptra.runtime.transports.base import PURPOSE_OF, Identity, MessageLayout, Pending, Transport, layout_of
+
+
+@dataclass(frozen=True, slots=True)
+class MessageShapes:
+    """The tensors in the messages of one stage, by the kind of the SEND.
+
+    Attributes:
+        forward: Tensors the stage sends to the next one; empty on the last stage.
+        backward: Gradients the stage sends to the previous one; empty on the first stage.
+        weights: The sums of the stage's weight gradients, which workers hand over.
+        buffers: The buffers that the stage changes, which workers hand over too.
+        larger: The number of first microbatches that have one row more than the others; None if all have the same.
+        smaller: ``forward`` and ``backward`` of the others.
+    """
+
+    forward: MessageSpec
+    backward: MessageSpec
+    weights: MessageSpec = ()
+    buffers: MessageSpec = ()
+    larger: int | None = None
+    smaller: tuple[MessageSpec, MessageSpec] = ((), ())
+
+    def of(self, microbatch: int) -> tuple[MessageSpec, MessageSpec]:
+        """Return ``forward`` and ``backward`` of a microbatch."""
+        return (self.forward, self.backward) if self.larger is None or microbatch < self.larger else self.smaller
+
+
+class ProgramMessages:
+    """Posts the receives of one rank's order, sends its messages, and keeps received ones until their last use.
+
+    Args:
+        program: A lowered program.
+        rank: This rank.
+        shapes: The messages of every stage of the pipeline, by stage index.
+        transport: Carries the messages.
+        monitor: Records waits and messages.
+        timeout: Seconds an op waits for a message before the step fails.
+        shape: The code of the batch's shape, which both sides of a message compare.
+
+    Attributes:
+        heard: The stages from which messages of this rank's replica come.
+        receive_counts: The number of receive buffers that the program needs at a time, per source rank and message.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        shapes: Sequence[MessageShapes],
+        transport: Transport,
+        monitor: Monitor,
+        timeout: float,
+        shape: int = 0,
+    ) -> None:
+        order = program.orders[rank]
+        self._program = program
+        self._rank = rank
+        self._shapes = shapes
+        self._transport = transport
+        self._monitor = monitor
+        self._timeout = timeout
+        self._shape = shape
+        self._step = -1
+        self._last_uses = frozenset((Kind.F,) if program.is_forward_only else (Kind.W, Kind.B))
+        self._receives: dict[Op, Pending] = {}
+        self._kept: dict[tuple[int | None, int, int], list[Pending]] = {}
+        self.heard = frozenset(peer_stage(receive) for receive in self._taken_by(order) if self._is_at_home(receive))
+        self._preposted_after = self._preposting(order)
+        self.receive_counts = self._receive_counts(order)
+
+    def begin_step(self, step: int) -> None:
+        """Name the messages from now on by this step."""
+        self._step = step
+
+    def post(self, op: Op) -> None:
+        """Post the receive of a RECV."""
+        sent = other_end(op)
+        self._receives[op] = self._transport.receive(self._holder(sent), self._identity(sent, op))
+
+    def send(self, op: Op, tensors: tuple[Tensor, ...]) -> None:
+        """Send the message of a SEND."""
+        received = other_end(op)
+        self._transport.send(self._holder(received), self._identity(op, received), tensors)
+
+    def take(self, op: Op, offset: int, on_message: Callable[[int], None] | None = None) -> tuple[Tensor, ...]:
+        """Wait for the message from the stage at this offset that a compute op needs, and return its tensors.
+
+        Args:
+            op: The compute op.
+            offset: The sending stage relative to the op's.
+            on_message: Called with the sending stage of a message between two workers of one replica.
+
+        Raises:
+            TransportError: It could not be exchanged, or not within the timeout.
+        """
+        receive = Op(op.stage, RECEIVED_BY[offset], op.microbatch, None, op.replica)
+        pending = self._receives.pop(receive)
+        asked = time.monotonic()
+        tensors = pending.wait(self._timeout)
+        now = time.monotonic()
+        is_at_home = self._is_at_home(receive)
+        self._monitor.message(
+            SENT_BY[receive.kind],
+            op.stage + offset,
+            op.stage,
+            op.microbatch,
+            sum(spec.travelling_bytes for spec in pending.identity.specs),
+            pending.sent_at,
+            pending.departed_at,
+            pending.arrived_at,
+            now,
+            None if is_at_home else op.replica,
+        )
+        if is_at_home:  # other links are not measured as edges of the replica
+            self._monitor.wait(op, now - asked)
+            if on_message is not None:
+                on_message(op.stage + offset)
+        self._keep(op, pending)
+        if (ahead := self._preposted_after.get(receive)) is not None:
+            self._transport.stand_by(self._holder(other_end(receive)), pending.identity, ahead)
+        return tensors
+
+    def _is_at_home(self, receive: Op) -> bool:
+        """Return whether a message goes between two workers of its microbatch's replica, as all do without routes."""
+        routing = self._program.routing
+        if routing is None:
+            return True
+        return all(routing.replica_of(worker) == receive.replica for worker in (self._rank, self._holder(other_end(receive))))
+
+    def take_weights(self, op: Op) -> tuple[Tensor, ...] | None:
+        """Wait for the sums of weight gradients that a W continues, or return None if they are on this rank.
+
+        Raises:
+            TransportError: They could not be exchanged, or not within the timeout.
+        """
+        pending = self._receives.pop(Op(op.stage, Kind.RECV_W, op.microbatch, None, op.replica), None)
+        if pending is None:
+            return None
+        tensors = pending.wait(self._timeout)
+        self._keep(op, pending)
+        return tensors
+
+    def _keep(self, op: Op, pending: Pending) -> None:
+        self._kept.setdefault((op.replica, op.stage, op.microbatch), []).append(pending)
+
+    def release_after(self, op: Op) -> None:
+        """Release the messages that the op's stage received for its microbatch, if the op was their last use."""
+        if op.kind in self._last_uses:
+            for pending in self._kept.pop((op.replica, op.stage, op.microbatch), ()):
+                self._transport.release(pending)
+
+    def _receive_counts(self, order: Sequence[Op]) -> dict[tuple[int, MessageSpec], int]:
+        """Return the most receive buffers in use at a time.
+
+        Receives that are posted ahead have buffers, too. They are counted where another channel from the same rank has messages
+        of this layout, and could find none left. A channel alone uses its own again.
+        """
+        ahead = self._ahead(order)
+        standing = dict.fromkeys(ahead, 0)
+        kept: Counter[tuple[int, MessageSpec]] = Counter()
+        most: Counter[tuple[int, MessageSpec]] = Counter()
+        by_microbatch: dict[tuple[int | None, int, int], list[tuple[int, MessageSpec]]] = {}
+
+        def use(key: tuple[int, MessageSpec], count: int) -> None:
+            kept[key] += count
+            most[key] = max(most[key], kept[key])
+
+        def stand(channel: tuple[int, Kind]) -> None:
+            key, count = ahead[channel]
+            use(key, count - standing[channel])
+            standing[channel] = count
+
+        for channel in ahead:
+            stand(channel)  # since the step before
+        for op in order:
+            if op.kind in SENT_BY:
+                key, channel = self._buffer_of(op), self._channel_of(op)
+                if standing.get(channel) and layout_of(ahead[channel][0][1]) == layout_of(key[1]):
+                    standing[channel] -= 1
+                    kept[ahead[channel][0]] -= 1
+                use(key, 1)
+                by_microbatch.setdefault((op.replica, op.stage, op.microbatch), []).append(key)
+                continue
+            for receive in self._taken_by([op]):
+                if receive in self._preposted_after and self._channel_of(receive) in ahead:
+                    stand(self._channel_of(receive))
+            if op.kind in self._last_uses:
+                kept.subtract(by_microbatch.pop((op.replica, op.stage, op.microbatch), ()))
+        return dict(most)
+
+    def _ahead(self, order: Sequence[Op]) -> dict[tuple[int, Kind], tuple[tuple[int, MessageSpec], int]]:
+        """Return the buffer and the number of receives that are posted ahead, for channels that share a layout with another."""
+        channels: dict[tuple[int, MessageLayout], set[Kind]] = {}
+        for op in order:
+            if op.kind in SENT_BY:
+                source, specs = self._buffer_of(op)
+                channels.setdefault((source, layout_of(specs)), set()).add(self._channel_of(op)[1])
+        found = {receive: self._buffer_of(receive) for receive, count in self._preposted_after.items() if count}
+        return {
+            self._channel_of(receive): (key, self._preposted_after[receive])
+            for receive, key in found.items()
+            if len(channels[key[0], layout_of(key[1])]) > 1
+        }
+
+    def _buffer_of(self, receive: Op) -> tuple[int, MessageSpec]:
+        sent = other_end(receive)
+        return self._holder(sent), self._spec(sent)
+
+    def _preposting(self, order: Sequence[Op]) -> dict[Op, int]:
+        """Return for the last message of each channel the number of receives that the order posts before its first op."""
+        begin = takewhile(lambda op: not op.kind.is_compute, order)
+        ahead = Counter(self._channel_of(op) for op in begin if op.kind in SENT_BY)
+        last = {self._channel_of(receive): receive for receive in self._taken_by(order)}
+        return {receive: ahead[channel] for channel, receive in last.items()}
+
+    def _taken_by(self, order: Sequence[Op]) -> Iterator[Op]:
+        """Yield the RECV of each message in the order in which the compute ops take them."""
+        for op in order:
+            for offset, _, _ in RULE[op.kind] if op.kind.is_compute else ():
+                if offset == 0 or not 0 <= op.stage + offset < self._program.stages:
+                    continue
+                receive = Op(op.stage, RECEIVED_BY[offset], op.microbatch, None, op.replica)
+                if self._holder(other_end(receive)) != self._rank:
+                    yield receive
+
+    def _channel_of(self, receive: Op) -> tuple[int, Kind]:
+        sent = other_end(receive)
+        return self._holder(sent), sent.kind
+
+    def _holder(self, op: Op) -> int:
+        """Return the rank of an op."""
+        return self._program.holder(op.replica, op.stage, op.microbatch)
+
+    def _identity(self, sent: Op, received: Op) -> Identity:
+        purpose, spec = PURPOSE_OF[sent.kind], self._spec(sent)
+        ends = sent.stage, received.stage
+        return Identity(self._step, purpose, *ends, sent.microbatch, spec, sent.replica or 0, self._shape)
+
+    def _spec(self, sent: Op) -> MessageSpec:
+        shapes = self._shapes[sent.stage]
+        match sent.kind:
+            case Kind.SEND_F:
+                return shapes.of(sent.microbatch)[0]
+            case Kind.SEND_B:
+                return shapes.of(sent.microbatch)[1]
+            case _:
+                return shapes.weights

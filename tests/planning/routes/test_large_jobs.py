@@ -1,0 +1,96 @@
+"""Large jobs: the orders that are made on demand are legal, and their steps are never farther apart than the plan says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jobs import even_case
+
+from adaptra.planning.routes.job_planner import plan_job
+from adaptra.planning.routes.large_jobs import LargePlan, plan_large
+from adaptra.program.verify import verify
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.job_case import JobCase, WorkerLink
+from adaptra.simulation.period import simulate_period
+
+
+def check(case: JobCase) -> LargePlan | None:
+    """Plan a case, and check the plan."""
+    plan = plan_large(case)
+    if plan is None:
+        return None
+    program = plan.program()
+    verify(program, hands_over=case.hands_over)
+    simulated = simulate_period(program, case)
+    assert not simulated.over_memory
+    assert plan.held == max(simulated.held)
+    assert plan.bound.value * (1 - 1e-9) <= simulated.period <= plan.period * (1 + 1e-9)
+    assert all(plan.order_of(worker) == order for worker, order in enumerate(program.orders))
+    return plan
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> JobCase:
+    """Draw a case with one to three lost workers, in at most a third of the replicas."""
+    stages, replicas = draw(st.integers(1, 5)), draw(st.integers(3, 9))
+    times = st.integers(0, 4).map(float)
+    cost = CostModel(
+        forward=tuple(draw(times) for _ in range(stages)),
+        input_grad=tuple(draw(times) for _ in range(stages)),
+        weight_grad=tuple(draw(times) for _ in range(stages)),
+        latency_forward=tuple(draw(times) for _ in range(stages - 1)),
+        latency_backward=tuple(draw(times) for _ in range(stages - 1)),
+        occupancy_forward=(0.0,) * (stages - 1),
+        occupancy_backward=(0.0,) * (stages - 1),
+    )
+    job = JobCase.of(Case(cost, draw(st.integers(1, 12)), tuple(range(stages))), replicas, draw(times), draw(times))
+    homes = draw(st.lists(st.integers(0, replicas - 1), min_size=1, max_size=replicas // 3, unique=True))
+    lost = frozenset(job.worker(home, draw(st.integers(0, stages - 1))) for home in homes for _ in range(2))
+    memory = draw(st.sampled_from([None, 2 * stages + 2, stages + 3]))
+    return replace(job, lost=lost, hands_over=draw(st.booleans()), hand_over=draw(times), memory=memory and (memory,) * stages)
+
+
+@settings(max_examples=150)
+@given(cases())
+def test_steps_are_never_farther_apart_than_the_plan_says(case: JobCase) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "stages", "microbatches", "lost", "most"),
+    [(12, 4, 16, 1, 1.1), (16, 6, 48, 2, 1.06), (20, 8, 64, 4, 1.06), (40, 8, 64, 3, 1.05)],
+)
+def test_plans_are_near_their_bound(replicas: int, stages: int, microbatches: int, lost: int, most: float) -> None:
+    case = replace(even_case(replicas, stages, microbatches), memory=(2 * stages,) * stages, hands_over=False)
+    workers = frozenset(case.worker(7 * one % replicas, (3 * one + 1) % stages) for one in range(lost))
+    plan = check(replace(case, lost=workers))
+    assert plan is not None
+    assert plan.period <= most * plan.bound.value
+
+
+def test_more_time_gives_no_longer_a_period() -> None:
+    case = replace(even_case(12, 4, 16), memory=(8,) * 4, hands_over=False, lost=frozenset({6}))
+    first, best = plan_large(case), plan_large(case, budget=2.0)
+    assert first is not None and best is not None
+    assert best.period <= first.period
+
+
+def test_a_healthy_job_is_planned_as_one_replica() -> None:
+    case = even_case(5, 3, 8)
+    plan = plan_large(case)
+    assert plan is not None
+    program = plan.program()
+    verify(program)
+    assert plan.period == simulate_period(program, case).period == simulate_period(plan_job(case), case).period
+
+
+def test_other_cases_are_left_to_the_search() -> None:
+    case = even_case(8, 3, 8)
+    assert plan_large(replace(case, slow={3: 2.0})) is None
+    assert plan_large(replace(case, ports={3: 0.5})) is None
+    assert plan_large(replace(case, links={(0, 1): WorkerLink(1.0, 0.0)})) is None
+    assert plan_large(replace(case, lost=frozenset(range(0, 15, 3)))) is None, "most replicas have lost workers"
+    assert plan_large(replace(case, lost=frozenset({1}))) is not None
