@@ -51,7 +51,7 @@ def test_a_module_brings_its_own_tests_then_its_room_then_what_imports_it() -> N
         ("examples/hf_llama.py", "tests/examples/test_hf_llama.py", Near.IMPORTS),
         ("bench/versions.py", "tests/packaging/test_versions_table.py", Near.IMPORTS),
         ("constraints/tested.txt", "tests/cli/test_tested_versions.py", Near.IMPORTS),
-        ("runtime/detection/removed.py", "tests/runtime/detection/test_stalls.py", Near.ROOM),
+        ("runtime/measuring/removed.py", "tests/runtime/measuring/test_stalls.py", Near.ROOM),
     ],
 )
 def test_every_kind_of_file_brings_tests(changed: str, brings: str, how_near: Near) -> None:

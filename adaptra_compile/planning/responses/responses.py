@@ -211,8 +211,8 @@ def decide(case: JobCase, prices: ResponsePrices, *, effort: int | None = None, 
     """Compare all responses to a case by predicted seconds, and choose.
 
     A response other than routes must shorten the step by a fraction of at least
-    :data:`~adaptra.planning.layouts.choose_roles.LEAST_GAIN`, and save more than it costs within the horizon. So noise and short
-    failures start nothing.
+    :data:`~adaptra.planning.layouts.choose_roles.LEAST_GAIN`, and save more than it costs within the horizon.
+    So noise and short failures start nothing.
 
     Args:
         case: The case, with what is lost, slow or narrow.
