@@ -115,6 +115,9 @@ class HeartbeatProtocol:
         is_awaited = not view.is_settled or (written.state is not State.RUNNING and view.phase is not Phase.KNOWN)
         if (is_awaited or self._lacks_the_host()) and self._now() < self._hurry_until:
             return self._timing.hurry_interval(len(view.others) + 1)
+        # A process that is gone is lost as soon as its silence is certain, not a heartbeat later.
+        if any(self._sign(rank).is_gone for rank in self.silent):
+            return self._timing.hurry_interval(len(view.others) + 1)
         return self._timing.interval
 
     def _lacks_the_host(self) -> bool:

@@ -149,6 +149,7 @@ def test_a_rank_whose_process_is_gone_is_named_after_two_seconds() -> None:
     for _ in range(4):
         job.beat([0, 1, 3])
     assert not job.told
+    assert [job.ranks[rank].pause() for rank in (0, 1, 3)] == [0.01, 0.5, 0.5], "the leader, who judges it, waits no longer"
     for _ in range(3):
         job.beat([0, 1, 3])
     assert {lost.rank for lost in job.told.values()} == {2} and len(job.told) == 3
