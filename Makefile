@@ -15,7 +15,7 @@ ONE_PROCESS := not processes and not root and not rdma
 ON_ALL_CORES := --numprocesses=logical --dist=worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test lint types docs cxx unit checks beside_unit processes rdma versions gpu bench clean
+.PHONY: help setup demo check test lint types docs cxx unit processes alone rdma checks checks_aside versions gpu bench clean
 
 help: ## name every target
 	@sed -nE 's/^([a-z_]+):[^#]*## (.*)$$/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -73,9 +73,11 @@ cxx: $(READY) ## the tests in C++ under sanitizers, and the fuzzer
 unit: $(READY) ## the tests of one process, on all cores
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m "$(ONE_PROCESS)" $(ON_ALL_CORES)
 
-# A test of several processes keeps about one core busy, so two of them run at a time. Then those run that measure times.
+# A test of several processes keeps about one core busy, so two of them run at a time.
 processes: $(READY) ## the tests that start several processes
 	$(BIN)/pytest -m "processes and not (root or rdma or alone)" -n 2 --dist=worksteal
+
+alone: $(READY) ## the tests that measure times, or join hosts by links: one at a time
 	$(BIN)/pytest -m "(root or alone) and not rdma"
 
 rdma: $(READY) ## the tests that boot the lab of RDMA devices
@@ -84,13 +86,14 @@ rdma: $(READY) ## the tests that boot the lab of RDMA devices
 checks: $(READY) ## lint, types, docs, cxx
 	$(MAKE) --jobs=1 lint types docs cxx
 
-# Processes have the machine to themselves, after all else.
+# A test that measures times leaves about a core idle. Checks use that, and give way to it.
 test: $(READY) ## everything that can fail here: lint, types, docs, C++ and all tests
-	$(MAKE) --jobs=2 --output-sync=target unit beside_unit
+	$(MAKE) --jobs=2 --output-sync=target alone checks_aside
+	$(MAKE) --jobs=2 --output-sync=target unit rdma
 	$(MAKE) --jobs=1 processes
 
-beside_unit: $(READY) ## what runs beside the tests of one process: checks, rdma
-	$(MAKE) --jobs=1 checks rdma
+checks_aside: $(READY) ## the checks, at the lowest priority
+	nice -n 19 $(MAKE) --jobs=1 checks
 
 # With every Python that there is and torch from 2.11 to 2.15. It takes hours, and 6 GB for one environment at a time.
 versions: $(READY) ## unit tests and the demo with Python 3.11 to 3.13 and torch 2.11 to 2.15: a table
