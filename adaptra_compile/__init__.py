@@ -8,8 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
-from adaptra.moved import keep_moved_paths
-
 if TYPE_CHECKING:
     from adaptra.frontend.api import Pipeline, compile
     from adaptra.frontend.checkpoint_state import TrainingState
@@ -65,6 +63,3 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'adaptra' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)
-
-
-keep_moved_paths()

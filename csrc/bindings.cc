@@ -96,7 +96,7 @@ std::vector<double> numbers(nb::handle object, const char* name) {
   return nb::cast<std::vector<double>>(nb::getattr(object, name));
 }
 
-// adaptra.cost.CostModel.
+// adaptra.simulation.cost.CostModel.
 schedule::Cost to_cost(nb::handle model) {
   schedule::Cost cost;
   cost.forward = numbers(model, "forward");
@@ -118,7 +118,7 @@ schedule::Cost to_cost(nb::handle model) {
   return cost;
 }
 
-// `owner` is an adaptra.program.Program or an adaptra.cost.Case: both have a placement and microbatches.
+// `owner` is an adaptra.program.Program or an adaptra.simulation.cost.Case: both have a placement and microbatches.
 schedule::Problem to_problem(nb::handle owner, nb::handle model) {
   schedule::Problem problem;
   problem.cost = to_cost(model);
@@ -131,7 +131,7 @@ schedule::Problem to_problem(nb::handle owner, nb::handle model) {
   return problem;
 }
 
-// adaptra.dependencies.RULE, without the rows of communication ops.
+// adaptra.program.dependencies.RULE, without the rows of communication ops.
 schedule::Rule to_rule(const nb::dict& table) {
   const Kinds kinds;
   schedule::Rule rule;

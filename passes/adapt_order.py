@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
@@ -13,7 +13,6 @@ from adaptra.errors import PassError, PlanError
 from adaptra.passes.base import Count, CountPerStage, Pass, option
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import RULE
-from adaptra.renamed import former_keyword
 from adaptra.simulation.cost import MEMORY_TOLERANCE, Case, CostModel
 from adaptra.simulation.simulate import Simulation, simulate
 
@@ -27,7 +26,6 @@ UNLIMITED: Final = 2**62
 """Effort without a limit in practice."""
 
 
-@former_keyword("memory", "in_flight")
 @dataclass(frozen=True)
 class AdaptOrder(Pass):
     """Reorder the compute ops of every rank so that the simulated step is as short as the search can make it.
@@ -60,7 +58,6 @@ class AdaptOrder(Pass):
     """
 
     name: ClassVar[str] = "adapt-order"
-    former_options: ClassVar[Mapping[str, str]] = {"memory": "in_flight"}
     in_flight: int | tuple[int, ...] | None = option(None, CountPerStage())
     effort: int | None = option(None, Count(1))
     seed: int = option(0, Count(0))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -40,9 +39,6 @@ class Pass(ABC):
     name: ClassVar[str]
     """The name in pipelines: the file name with ``-`` for ``_``."""
 
-    former_options: ClassVar[Mapping[str, str]] = {}
-    """Former names of options, which texts of earlier versions have, and the present ones."""
-
     @abstractmethod
     def apply(self, program: Program, cost: CostModel) -> Program:
         """Return the transformed program.
@@ -61,10 +57,7 @@ class Pass(ABC):
         """
         forms = {entry.name: entry.metadata["form"] for entry in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
-        for given, text in options.items():
-            name = cls.former_options.get(given, given)
-            if name in values:
-                raise PassError(f"{cls.name}: option {name!r} is given twice")
+        for name, text in options.items():
             if name not in forms:
                 raise PassError(f"{cls.name}: option {name!r}: expected {_one_of(forms)}")
             form: OptionForm = forms[name]
@@ -264,11 +257,3 @@ def _count(text: str, least: int) -> int:
 
 def _one_of(names: Mapping[str, Any]) -> str:
     return f"one of {', '.join(sorted(names))}" if names else "no options"
-
-
-def __getattr__(name: str) -> object:
-    """Support the name that :class:`PassPipeline` had in version 0.1."""
-    if name == "Pipeline":
-        warnings.warn("adaptra.passes.base.Pipeline is now adaptra.passes.base.PassPipeline", DeprecationWarning, stacklevel=2)
-        return PassPipeline
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,10 +9,9 @@ import math
 import os
 import re
 import sys
-import warnings
-from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 from adaptra import __version__
 from adaptra.errors import AdaptraError
@@ -42,15 +41,6 @@ class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print what is wrong, and end with status 2."""
         self.exit(2, f"{self.prog}: {message}; {self.prog} --help lists what it takes\n")
-
-
-class _FormerName(Action):
-    """An option under its former name, which warns of the present one."""
-
-    def __call__(self, parser: ArgumentParser, namespace: Namespace, values: Any, option_string: str | None = None) -> None:
-        present = f"--{self.dest.replace('_', '-')}"
-        warnings.warn(f"{parser.prog} {option_string} is now {present}", DeprecationWarning, stacklevel=2)
-        setattr(namespace, self.dest, values)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -133,7 +123,6 @@ def _plan(add: _Add) -> None:
     parser.add_argument(
         "--in-flight", type=_at_least_one, metavar="N", help="microbatches in flight per stage at most (F started, I not ended)"
     )
-    parser.add_argument("--memory", dest="in_flight", type=_at_least_one, action=_FormerName, help=SUPPRESS)
     parser.add_argument(
         "--budget", type=_seconds, metavar="TIME", help="search each plan so long at most, such as 100ms; not with --exact"
     )

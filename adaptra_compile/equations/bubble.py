@@ -23,10 +23,8 @@ SYMBOLS: Final = {
     "tW": "time of W, the weight gradient, on stage i",
     "cF": "time of one message forward on edge i: latency + occupancy",
     "cB": "time of one message backward on edge i: latency + occupancy",
-    "c": "time of one message on edge i, the same in both directions",
     "oF": "occupancy: how long one message forward keeps edge i busy",
     "oB": "occupancy: how long one message backward keeps edge i busy",
-    "t": "time of every op, where all take the same",
     "A": "most microbatches that may be in flight on stage i",
     "h": "earliest start of the first F on stage i",
     "d": "from the end of an F on stage i to the earliest start of its I there",
@@ -42,11 +40,8 @@ The paper has one c_i for both directions; its 2 c_i is cF_i + cB_i here. Its A_
 class Equations:
     """All equations of the model; :func:`equations` makes the one instance.
 
-    It has more than 15 attributes, since each equation is one.
-
     Attributes:
         slackness: Delta_i = x_i - x_{i+1}. The paper's definition.
-        monotone: x_i >= x_{i+1} in every valid schedule. The paper's lemma.
         no_cascade: tF_i + tB_i + cF_i + cB_i <= Delta_i (tF_{i+1} + tB_{i+1}): no bubble cascades over edge i. The paper's
             condition for unequal times, with its 2 c_i split into the two directions.
         needed_slack: The least real Delta_i that satisfies ``no_cascade``, solved from it.
@@ -55,11 +50,6 @@ class Equations:
             the fill of the pipeline run ahead of the delay.
         steady_slack: The Delta_i that a steady state needs when W fills the gaps: the window of Delta_i microbatches then lasts
             tF + tB + tW each. Own; ``(2t + 2c) / 3t`` for equal times.
-        threshold: The delay c_i up to which slackness hides all but one occurrence of it, for equal op times t. The paper's
-            theorem.
-        excess: Lengthening of a step by delay c_i on one edge, for equal op times t. Within the threshold it is c_i. Beyond it
-            every further unit adds 2 N / (Delta_i + 1). The paper states the second case up to a constant. This slope
-            reproduces its simulated figures exactly.
         budget: x_i <= min(A_i, N): forwards in warm-up are in flight. From the paper's memory model.
         bound_load, bound_drain, bound_chain, bound_memory, bound_link_forward, bound_link_backward: Lower bounds of the
             makespan, on any stage or edge i. Load: the stage's work. Drain: its input gradients, then the last one's way to
@@ -68,14 +58,11 @@ class Equations:
     """
 
     slackness: Equation
-    monotone: Equation
     no_cascade: Equation
     needed_slack: Equation
     warm_up_slack: Equation
     fill_slack: Equation
     steady_slack: Equation
-    threshold: Equation
-    excess: Equation
     budget: Equation
     bound_load: Equation
     bound_drain: Equation
@@ -95,7 +82,7 @@ def equations() -> Equations:
 
     f, b, w, f_next, b_next, w_next = positive("tF_i tB_i tW_i tF_{i+1} tB_{i+1} tW_{i+1}")
     x, x_next, delta, count = sympy.symbols("x_i x_{i+1} Delta_i N", integer=True, nonnegative=True)
-    c_forward, c_backward, c, t = positive("cF_i cB_i c_i t")
+    c_forward, c_backward = positive("cF_i cB_i")
     limit = sympy.Symbol("A_i", integer=True, positive=True)
     h, d, r, r_next, d_next, o_forward, o_backward = positive("h_i d_i r_i r_{i+1} d_{i+1} oF_i oB_i")
 
@@ -105,12 +92,10 @@ def equations() -> Equations:
     real_slack = sympy.Symbol("Delta_i", nonnegative=True)
     (needed,) = sympy.solve(sympy.Eq(turn, real_slack * window), real_slack)
     needed_times = (f, b, c_forward, c_backward, f_next, b_next)
-    threshold = (delta - 1) * t
     trips = sympy.floor((count - 1) / limit) + 1
     round_trip = f + d + b
     return Equations(
         slackness=Equation("slackness", "paper, definition", sympy.Eq(delta, x - x_next), (delta, x, x_next)),
-        monotone=Equation("warm-up never grows downstream", "paper, lemma", sympy.Ge(x, x_next), (x, x_next)),
         no_cascade=Equation("no cascading bubble", "paper, condition for unequal times", no_cascade, (*needed_times, delta)),
         needed_slack=Equation("needed slackness", "solved from the condition", needed, needed_times),
         warm_up_slack=Equation(
@@ -131,13 +116,6 @@ def equations() -> Equations:
             turn / (window + w_next),
             (*needed_times, w_next),
         ),
-        threshold=Equation("delay that slackness hides", "paper, theorem", threshold, (delta, t)),
-        excess=Equation(
-            "excess of a delayed step",
-            "paper, theorem; slope from its simulated figures",
-            sympy.Piecewise((c, c <= threshold), (threshold + 2 * count / (delta + 1) * (c - threshold), True)),
-            (c, delta, count, t),
-        ),
         budget=Equation("memory budget", "paper, memory model", sympy.Le(x, sympy.Min(limit, count)), (x, limit, count)),
         bound_load=Equation("load of stage i", "lower bound", h + count * (f + b + w), (h, f, b, w, count)),
         bound_drain=Equation("drain of stage i", "lower bound", h + count * (f + b) + r, (h, f, b, r, count)),
@@ -156,11 +134,3 @@ def equations() -> Equations:
             (h, f, c_forward, f_next, d_next, b_next, o_backward, c_backward, b, r, count),
         ),
     )
-
-
-def excess_delay(delay: float, slack: int, microbatches: int, duration: float) -> float:
-    """Return the lengthening of a step when an edge of slackness ``slack`` is delayed by ``delay`` in each direction.
-
-    All ops last ``duration``. Up to (slack - 1) · duration the delay is paid once, beyond it 2N / (slack + 1) times.
-    """
-    return float(equations().excess.evaluate(delay, slack, microbatches, duration))

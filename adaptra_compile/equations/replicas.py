@@ -43,8 +43,6 @@ REPLICA_SYMBOLS: Final = {
 class ReplicaEquations:
     """All equations of the model; :func:`replica_equations` makes the one instance.
 
-    It has more than 15 attributes, since each equation is one.
-
     Attributes:
         extra: Microbatches of lost workers that the busiest live worker of a stage computes at least.
         fit: ``extra`` <= S - 1: published as the condition of no overhead over 1F1B, for equal stages. It is necessary, as the

@@ -29,11 +29,6 @@ class WarmUp:
     needed: tuple[float, ...]
     limit: tuple[int, ...]
 
-    @property
-    def short(self) -> tuple[int, ...]:
-        """The edges with less slackness than they need, because the budget or N is too small."""
-        return tuple(edge for edge, (given, needed) in enumerate(zip(self.slack, self.needed, strict=True)) if given < needed)
-
 
 class SlackRule(Enum):
     """The equation for the slackness of an edge."""

@@ -125,6 +125,7 @@ class Settled(BackendOptions):
     """Options for one function, with a number for each one that was omitted.
 
     Attributes:
+        stages, microbatches: As of :class:`BackendOptions`.
         ranks: The number of ranks of the job.
     """
 

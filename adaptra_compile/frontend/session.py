@@ -63,16 +63,16 @@ class Session:
     """A compiled pipeline: its stages and the workers of this process.
 
     Args:
-        recipe: Plans a pipeline after a change of cut points.
-        prepared: The planned pipeline with which the workers were started.
+        spec: Plans a pipeline after a change of cut points.
+        planned: The planned pipeline with which the workers were started.
         launched: The ranks of this process.
         workers: One worker per rank of this process, in order of ranks.
         recorder: The recorder of the workers' events.
         sharing: The pipeline's use of the model's tensors.
         recompile: Compiles the model for batches of other shapes; None if it can't be.
         look: Looks at each batch of a step; None if no mean of microbatches is taken.
-        names: What the model's state_dict has beside its tensors.
         following: Notices changes of the model; None if the caller does.
+        names: What the model's state_dict has beside its tensors.
     """
 
     def __init__(

@@ -42,9 +42,9 @@ class PlannedPipeline:
     """The stages and the first plan, which every rank computes on its own before its worker starts.
 
     Attributes:
-        starter: The factory of the workers.
+        factory: The factory of the workers.
         initial: The first plan.
-        means: The remedies available against edges whose bandwidth limits the step.
+        bandwidth: The remedies available against edges whose bandwidth limits the step.
         alone: Lines that say which microbatches no other replica computes, and why; empty if there are none.
     """
 

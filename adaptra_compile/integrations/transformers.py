@@ -56,9 +56,9 @@ class PipelineTrainer(transformers.Trainer):
     model has no memory: the stages hold the parameters, and :meth:`save_model` writes them all.
 
     Args:
-        arguments: Those of ``transformers.Trainer``, by name.
         stages, microbatches: As for :func:`adaptra.compile`.
         compile_options: Other named arguments of :func:`adaptra.compile`, such as ``memory`` or ``placement``.
+        arguments: Those of ``transformers.Trainer``, by name.
 
     Attributes:
         pipe: The pipeline.

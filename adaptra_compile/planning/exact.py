@@ -18,7 +18,6 @@ from adaptra.equations.warm_up import in_flight_limits
 from adaptra.errors import MissingExtraError, PlanError
 from adaptra.planning.planner import plan
 from adaptra.program import Kind, Op, Program
-from adaptra.renamed import former_keyword
 from adaptra.simulation.cost import MEMORY_TOLERANCE, Blocking, Case, CostModel
 from adaptra.simulation.simulate import Simulation, simulate
 
@@ -69,7 +68,6 @@ class _Activity(NamedTuple):
         return self.start + self.length  # pyright: ignore[reportReturnType]
 
 
-@former_keyword("memory", "in_flight")
 def solve_exactly(
     case: Case,
     *,

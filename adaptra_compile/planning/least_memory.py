@@ -16,7 +16,6 @@ from adaptra.passes.adapt_order import ADAPTED, LEAST_EFFORT, LEAST_ROUNDS, sear
 from adaptra.planning.planner import plan
 from adaptra.program import Program
 from adaptra.program.dependencies import RULE
-from adaptra.renamed import former_keyword
 from adaptra.simulation.cost import MEMORY_TOLERANCE, Case
 from adaptra.simulation.simulate import lower_bound, simulate
 
@@ -30,7 +29,6 @@ _SHARE: Final = 3
 """Divisor of the search effort for all limits that are tried but the last."""
 
 
-@former_keyword("memory", "in_flight")
 def plan_least_memory(
     case: Case,
     *,

@@ -9,11 +9,9 @@ from adaptra.passes.adapt_order import search
 from adaptra.passes.base import PassPipeline
 from adaptra.passes.split_backward import SplitBackward
 from adaptra.program import Program
-from adaptra.renamed import former_keyword
 from adaptra.simulation.cost import Case
 
 
-@former_keyword("memory", "in_flight")
 def plan(
     case: Case,
     *,

@@ -15,7 +15,6 @@ from typing import Final
 from adaptra.equations.warm_up import in_flight_limits, warm_up
 from adaptra.errors import PlanError
 from adaptra.program import Kind, Op, Program
-from adaptra.renamed import former_keyword
 from adaptra.simulation.cost import MEMORY_TOLERANCE, Case, CostModel
 
 PAPER: Final = "paper"
@@ -25,7 +24,6 @@ UNIFORM_SLACK: Final = "uniform_slack"
 """Name of the program for unknown delays."""
 
 
-@former_keyword("memory", "in_flight")
 def paper_rule(case: Case, *, in_flight: int | Sequence[int] | None = None) -> Program:
     """Plan by the paper's rule for a case with one stage per rank, with the case's delays.
 
@@ -40,7 +38,6 @@ def paper_rule(case: Case, *, in_flight: int | Sequence[int] | None = None) -> P
     return _greedy(case, PAPER, in_flight, warm_up(case.cost, case.microbatches).x)
 
 
-@former_keyword("memory", "in_flight")
 def uniform_slack(case: Case, *, in_flight: int | Sequence[int] | None = None) -> Program:
     """Plan as the paper does for unknown delays: all memory becomes slackness, spread evenly over the edges.
 

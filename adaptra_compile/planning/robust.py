@@ -21,7 +21,6 @@ from adaptra.planning.published import paper_rule, uniform_slack
 from adaptra.program import Program
 from adaptra.program.placement import has_several
 from adaptra.program.schedules import GENERATORS, generate
-from adaptra.renamed import former_keyword
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.scenarios import Scenario
 from adaptra.simulation.simulate import lower_bound, simulate
@@ -60,7 +59,6 @@ class RobustPlan:
     candidates: int
 
 
-@former_keyword("memory", "in_flight")
 def robust_plan(
     case: Case,
     scenarios: Sequence[Scenario],

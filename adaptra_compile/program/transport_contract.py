@@ -1,6 +1,6 @@
 """The contract of a transport: facts about messages that decide the positions of SEND and RECV in a program.
 
-Each transport states its contract. Only the pass ``insert-comm`` reads it. It is separate from the transports, so that planning
+Each transport states its contract, which the pass ``insert-comm`` reads. It is separate from the transports, so that planning
 needs neither torch nor a transport.
 """
 
@@ -19,13 +19,10 @@ class Contract:
         in_order: Whether all messages of a pair of ranks, in both directions, share one queue in the order posted (a NCCL
             communicator's stream). An early receive then delays the sends after it, so receives are posted late. False if
             each direction has its own queue, or none.
-        buffered: Whether a sent tensor may be overwritten as soon as SEND returns. Otherwise its buffer is in use until the
-            transport reports that it is sent.
         one_way: Whether each channel has a queue of its own although messages are ``in_order``. Without that, ranks with
             several stages would wait for each other, since they send both ways in each class of channels.
     """
 
     send_waits_for_receiver: bool
     in_order: bool
-    buffered: bool
     one_way: bool = False

@@ -31,8 +31,6 @@ from adaptra.simulation.worker_steps import is_foreign, place_of, worker_name
 
 FORMAT: Final = "adaptra-trace"
 FORMAT_VERSION: Final = 3
-READ_VERSIONS: Final = (1, 2, 3)
-"""Version 2 has what version 1 has, and REDUCE of several replicas. Version 3 also has programs of several replicas."""
 
 SECONDS_PER_CASE_UNIT: Final = 1e-3
 """Seconds that Perfetto shows for one unit of a timeline without a known unit."""
@@ -235,8 +233,8 @@ def _read(data: Any) -> tuple[tuple[str, Timeline], ...]:
     other = data.get("otherData") if isinstance(data, Mapping) else None
     if not isinstance(other, Mapping) or other.get("format") != FORMAT:
         raise ReportError(f"not an adaptra trace: expected otherData.format to be {FORMAT!r}")
-    if other.get("version") not in READ_VERSIONS:
-        raise ReportError(f"trace version {other.get('version')!r}: this adaptra reads the versions 1, 2 and 3")
+    if other.get("version") != FORMAT_VERSION:
+        raise ReportError(f"trace version {other.get('version')!r}: this adaptra reads version {FORMAT_VERSION}")
     runs, events = other.get("runs"), data.get("traceEvents")
     if not isinstance(runs, list) or not isinstance(events, list):
         raise ReportError("expected a list traceEvents and a list otherData.runs")

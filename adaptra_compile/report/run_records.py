@@ -121,7 +121,7 @@ class Run:
 
     @cached_property
     def works(self) -> dict[int, tuple[tuple[int, WorkerStep], ...]]:
-        """Return, for every worker of the job, pairs of a step and what it did; nothing in files of older versions."""
+        """Return, for every worker of the job, pairs of a step and what it did."""
         found: dict[int, dict[int, WorkerStep]] = {}
         for one in self._all():
             if isinstance(one.record, StepTaken) and one.record.work is not None:

@@ -84,8 +84,8 @@ class _PeerFailedError(ControlError):
 class Controller:
     """One rank's end of the control plane. It starts its thread at once.
 
-    It has more than 15 attributes, because it joins the parts: mailbox, coverage, preparation, participant, coordinator, row
-    comparison and event recorder. The rest is what the control thread and the training thread say to each other.
+    It joins the parts: mailbox, coverage, preparation, participant, coordinator, row comparison and event recorder. The rest of
+    its state is what the control thread and the training thread say to each other.
 
     Args:
         rank: This rank among those that agree: the ranks of the pipeline, or all workers of the job.

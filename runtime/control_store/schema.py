@@ -69,8 +69,8 @@ class Fields:
         return value
 
     def whole_or_none(self, name: str) -> int | None:
-        """Read a whole number that is not negative. Null, or a field that older writers omit, is None."""
-        value = self._left.pop(name, None)
+        """Read a whole number that is not negative. Null is None."""
+        value = self._take(name)
         if value is not None and not (is_whole(value) and value >= 0):
             raise self.refuse(name, "a whole number of at least 0, or null", value)
         return value
@@ -85,8 +85,8 @@ class Fields:
         return None if value is None else self._number(name, value)
 
     def wholes_or_none(self, name: str) -> tuple[int, ...] | None:
-        """Read a list of whole numbers that are not negative. Null, or a field that older writers omit, is None."""
-        value = self._left.pop(name, None)
+        """Read a list of whole numbers that are not negative. Null is None."""
+        value = self._take(name)
         if value is None:
             return None
         if not isinstance(value, list):

@@ -39,6 +39,8 @@ class Detection:
     """A new cost model and its reasons. ``changes`` is empty for the first one, which is the calibration.
 
     Attributes:
+        step: The last step that was measured.
+        changes: What has changed.
         cost: The new costs; for a lossy edge, those of its mean message. Of several replicas the largest.
         scenarios: The possible delays of messages on lossy edges, if there are any.
         hold_off: Steps for which no plan for it runs, because all that has changed is the recovery of flapping edges or stages.

@@ -31,7 +31,6 @@ class Metric:
 
 
 _EDGE: Final = ("rank", "worker", "edge")
-_STAGE: Final = ("rank", "worker", "stage")
 
 STEPS: Final = Metric("steps", "Steps that the rank has run.", is_total=True)
 STEP: Final = Metric("step_seconds", "How long the last step took.")

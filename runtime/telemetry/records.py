@@ -22,11 +22,6 @@ from adaptra.simulation.worker_steps import WorkerStep, worker_name
 VERSION: Final = 4
 """The version of the lines' format."""
 
-READ_VERSIONS: Final = (2, 4)
-"""The versions that :func:`from_json` reads. Version 4 has what version 2 has, and REDUCE of several replicas. It also says
-which worker a rank is, and what it did in a step. Version 3, which was never released, called other parts of REDUCE exposed.
-"""
-
 MARK: Final = "adaptra"
 """The field that marks a line as adaptra's; its value is the format's version."""
 
@@ -45,7 +40,7 @@ class RunStarted:
         predicted: Its simulated makespan, from estimated costs; seconds.
         bound: A lower bound of any plan's makespan under these costs; seconds.
         replica: The replica of the pipeline, 0 if there is only one.
-        placement: ``placement[stage]`` is the stage's rank; empty if not known, as in files of older versions.
+        placement: ``placement[stage]`` is the stage's rank; empty if not known.
     """
 
     rank: int
@@ -83,7 +78,7 @@ class StepTaken:
         version: The plan that it ran under.
         predicted: This rank's prediction of a step under that plan; seconds. That of the coordinator's rank is the best: it
             includes predictions of a changed cost model for a plan that is kept.
-        work: What the worker did; None if not known, as in files of older versions.
+        work: What the worker did; None if not known.
     """
 
     measurement: StepMeasurement
@@ -190,8 +185,8 @@ def from_json(data: object, where: str) -> TimestampedRecord:
         raise ControlError(f"{where}: not adaptra's: expected a JSON object with a field {MARK!r}")
     fields = Fields(dict(data), where)
     version = fields.raw(MARK)
-    if version not in READ_VERSIONS:
-        raise ControlError(f"{where}: version {version!r}: this adaptra reads the versions 2 and 4")
+    if version != VERSION:
+        raise ControlError(f"{where}: version {version!r}: this adaptra reads version {VERSION}")
     timestamped = TimestampedRecord(fields.instant("time"), _read(fields, fields.text("event", at_most=32), where))
     fields.end()
     return timestamped
@@ -224,7 +219,7 @@ def _read(fields: Fields, event: str, where: str) -> Record:
                 program=fields.text("program"),
                 predicted=fields.number("predicted"),
                 bound=fields.number("bound"),
-                replica=fields.whole_or_none("replica") or 0,
+                replica=fields.whole("replica"),
                 placement=fields.wholes_or_none("placement") or (),
             )
         case "step" | "reduced":

@@ -19,7 +19,7 @@ from adaptra.runtime.transports.base import Identity, Pending, Transport, check_
 from adaptra.runtime.transports.pending import Completion, PendingOperations
 from adaptra.runtime.transports.pool import Pool
 
-CONTRACT: Final = Contract(send_waits_for_receiver=False, in_order=False, buffered=False)
+CONTRACT: Final = Contract(send_waits_for_receiver=False, in_order=False)
 """A message leaves at once and in no queue, but the receiver reads the sender's own tensors."""
 
 _Address = tuple[int, int, tuple[object, ...]]

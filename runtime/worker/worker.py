@@ -66,8 +66,8 @@ KEPT_MEASUREMENTS: Final = 5
 class Worker:
     """Runs the steps of one rank.
 
-    It has more than 15 attributes because it makes, joins and closes all parts of a rank. Steps, programs, control, membership
-    and shared values are classes of their own; what is left are references to them and a few counters.
+    It makes, joins and closes all parts of a rank. Steps, programs, control, membership and shared values are classes of their
+    own.
 
     Args:
         compiled: The model's stages.

@@ -225,12 +225,6 @@ def test_plan_keeps_within_the_memory_asked_for(folder: Path, capsys: pytest.Cap
     assert max(in_flight) <= 2
 
 
-def test_plan_takes_the_limit_under_its_former_name(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(DeprecationWarning, match="adaptra plan --memory is now --in-flight"):
-        found = run_json(capsys, "plan", "slow.json", "--memory", "2", "--json")
-    assert found == run_json(capsys, "plan", "slow.json", "--in-flight", "2", "--json")
-
-
 def test_compare_shows_the_figures_that_simulate_shows(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_json(capsys, "plan", "slow.json", "--in-flight", "4", "--compare", "1f1b,paper", "--json")
     first, paper, adapted = found["runs"]

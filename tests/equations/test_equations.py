@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import cases
 
-from adaptra.equations.bubble import SYMBOLS, equations, excess_delay
+from adaptra.equations.bubble import SYMBOLS, equations
 from adaptra.equations.equation import Equation, legend
-from adaptra.equations.warm_up import SlackRule, in_flight_limits, warm_up
+from adaptra.equations.warm_up import SlackRule, WarmUp, in_flight_limits, warm_up
 from adaptra.errors import PlanError
 from adaptra.planning.explaining.explanation import explain
 from adaptra.program import Program
@@ -26,26 +26,12 @@ from adaptra.simulation.simulate import lower_bound, simulate
 TEN = CostModel.uniform(4, 10, 10, 10)
 
 
+def short(found: WarmUp) -> tuple[int, ...]:
+    """The edges with less slackness than they need."""
+    return tuple(edge for edge, (slack, needed) in enumerate(zip(found.slack, found.needed, strict=True)) if slack < needed)
+
+
 # ── the equations ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("slack", "delays", "excess"),
-    [(2, (0, 4, 8, 12, 16, 20, 24), (0, 4, 8, 50, 130, 210, 290)), (4, (0, 28, 32, 36, 40), (0, 28, 54, 102, 150))],
-)
-def test_excess_is_what_the_paper_simulates(slack: int, delays: tuple[int, ...], excess: tuple[int, ...]) -> None:
-    assert [excess_delay(delay, slack, microbatches=30, duration=10) for delay in delays] == list(excess)
-
-
-@given(st.integers(1, 8), st.integers(1, 64), st.floats(0.5, 50), st.floats(0, 500))
-def test_excess_has_the_two_branches_of_the_theorem(slack: int, microbatches: int, duration: float, delay: float) -> None:
-    threshold = equations().threshold.evaluate(slack, duration)
-    assert threshold == (slack - 1) * duration
-    found = excess_delay(delay, slack, microbatches, duration)
-    if delay <= threshold:
-        assert found == delay
-    else:
-        assert found == pytest.approx(threshold + 2 * microbatches / (slack + 1) * (delay - threshold))
 
 
 @given(*[st.floats(0.1, 100) for _ in range(6)])
@@ -92,7 +78,7 @@ def test_a_slow_edge_gets_the_slack_it_needs_and_no_other_does() -> None:
     assert found.needed == (1.0, 5.0, 1.0)
     assert found.slack == (2, 5, 2)
     assert found.x == (10, 8, 3, 1)
-    assert found.short == ()
+    assert short(found) == ()
 
 
 def test_occupancy_counts_like_latency() -> None:
@@ -112,7 +98,7 @@ def test_a_budget_takes_slack_where_most_is_to_spare() -> None:
 def test_a_tight_budget_leaves_edges_short() -> None:
     found = warm_up(TEN.with_latency(0, 1, 40), 24, in_flight_limit=(3, 3, 2, 1))
     assert found.x == (3, 2, 2, 1)
-    assert found.short == (0, 1)
+    assert short(found) == (0, 1)
 
 
 @settings(max_examples=60)
@@ -127,7 +113,7 @@ def test_warm_up_is_always_within_lemma_and_budget(case: Case, data: st.DataObje
     for stage, x in enumerate(found.x):
         assert model.budget.evaluate(x, found.limit[stage], case.microbatches)
         if stage:
-            assert model.monotone.evaluate(found.x[stage - 1], x)
+            assert found.x[stage - 1] >= x
             assert model.slackness.evaluate(found.slack[stage - 1], found.x[stage - 1], x)
 
 
@@ -136,7 +122,7 @@ def test_warm_up_is_always_within_lemma_and_budget(case: Case, data: st.DataObje
 def test_with_room_enough_no_edge_is_short(case: Case) -> None:
     found = warm_up(case.cost, 4000)
     if all(needed < 500 for needed in found.needed):
-        assert found.short == ()
+        assert short(found) == ()
 
 
 @pytest.mark.parametrize(

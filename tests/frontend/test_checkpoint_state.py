@@ -25,7 +25,7 @@ FOREIGN = "optimizer: … of its parameters are not this pipeline's: expected an
 
 NO_STEP = (
     "training state: its step is …: expected the number of steps that TrainingState.state_dict() has saved, by which dropout "
-    "goes on; add 'step' to what an older version saved"
+    "goes on"
 )
 
 

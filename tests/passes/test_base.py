@@ -40,12 +40,6 @@ def test_text_form_parses_and_prints(text: str, passes: tuple[Pass, ...]) -> Non
     assert str(PassPipeline(passes)) == text
 
 
-def test_a_text_of_an_earlier_version_has_the_limit_under_its_former_name() -> None:
-    assert parse_pipeline("adapt-order{memory=4+3}") == PassPipeline((AdaptOrder(in_flight=(4, 3)),))
-    with pytest.raises(PassError, match="option 'in_flight' is given twice"):
-        parse_pipeline("adapt-order{memory=4,in_flight=4}")
-
-
 def test_options_at_their_default_may_be_written() -> None:
     assert parse_pipeline("insert-comm{receives=ahead},lower-comm{lane=delegate}") == PassPipeline((InsertComm(), LowerComm()))
 

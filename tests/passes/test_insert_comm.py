@@ -161,10 +161,10 @@ def test_receives_go_as_far_ahead_as_the_latency_needs_and_no_farther() -> None:
 @pytest.mark.parametrize(
     ("contract", "expected"),
     [
-        (Contract(send_waits_for_receiver=True, in_order=False, buffered=False), InsertComm(receives="ahead")),
-        (Contract(send_waits_for_receiver=True, in_order=True, buffered=False), InsertComm(receives="late")),
-        (Contract(send_waits_for_receiver=False, in_order=True, buffered=True), InsertComm(receives="late")),
-        (Contract(send_waits_for_receiver=False, in_order=False, buffered=True), InsertComm(receives="late")),
+        (Contract(send_waits_for_receiver=True, in_order=False), InsertComm(receives="ahead")),
+        (Contract(send_waits_for_receiver=True, in_order=True), InsertComm(receives="late")),
+        (Contract(send_waits_for_receiver=False, in_order=True), InsertComm(receives="late")),
+        (Contract(send_waits_for_receiver=False, in_order=False), InsertComm(receives="late")),
     ],
 )
 def test_the_contract_decides(contract: Contract, expected: InsertComm) -> None:

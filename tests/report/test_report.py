@@ -291,13 +291,6 @@ def test_more_exposed_than_the_sum_took_is_refused(tmp_path: Path, exposed: str)
         perfetto.load(tmp_path / "t.json")
 
 
-def test_traces_of_version_1_are_read(tmp_path: Path) -> None:
-    data = perfetto.trace([("t", two_ranks())])
-    data["otherData"]["version"] = 1
-    (tmp_path / "t.json").write_text(json.dumps(data))
-    assert perfetto.load(tmp_path / "t.json") == two_ranks()
-
-
 def test_a_sum_of_a_rank_that_is_not_there_is_refused(tmp_path: Path) -> None:
     perfetto.write([("t", replace(replicated(None, None), reduces=(ReduceInterval(0, 20.0, 25.0, 64),)))], tmp_path / "t.json")
     text = (tmp_path / "t.json").read_text()
@@ -434,7 +427,7 @@ def broken(change: str) -> str:
     ("change", "message"),
     [
         ("format", "not an adaptra trace: expected otherData.format to be 'adaptra-trace'"),
-        ("version", "trace version 4: this adaptra reads the versions 1, 2 and 3"),
+        ("version", "trace version 4: this adaptra reads version 3"),
         ("events", "expected a list traceEvents and a list otherData.runs"),
         ("event", r": expected an object, got 7"),
         ("source", r"expected title, source \(simulated or measured\)"),

@@ -101,7 +101,7 @@ def test_the_last_start_counts_whatever_stands_before_it(tmp_path: Path) -> None
     for rank in range(3):
         write(tmp_path, rank, records_of(rank, "run one", ranks=3)[:-1])
     with (tmp_path / "rank-0.jsonl").open("a") as file:
-        file.write('{"adaptra": 2, "time": 5')
+        file.write('{"adaptra": 4, "time": 5')
     for rank in range(2):
         write(tmp_path, rank, [*records_of(rank, "run two", steps=3), RunEnded(rank, 3)], begin=1000.0)
     run = load_run(tmp_path)
@@ -124,12 +124,12 @@ def test_a_start_that_only_one_rank_reached_is_the_last(tmp_path: Path) -> None:
         (1, "GET / HTTP/1.1", "not JSON: .*: expected a line of adaptra's telemetry"),
         (1, '{"event": "step"}', "not adaptra's: expected a JSON object with a field 'adaptra'"),
         (1, "[]", "not adaptra's"),
-        (1, '{"adaptra": 1, "time": 1.0, "event": "started"}', "version 1: this adaptra reads the versions 2 and 4"),
-        (3, '{"adaptra": 2, "ti', "not JSON: .*: only a last line may be cut off"),
-        (3, '{"adaptra": 2, "time": 1.0, "event": "lunch", "rank": 0}', "field 'event': expected one of started, step"),
-        (3, '{"adaptra": 2, "time": 1.0, "event": "ended", "rank": 0}', "missing field 'steps'"),
-        (3, '{"adaptra": 2, "time": 1.0, "event": "step", "rank": -1}', "missing field 'step'"),
-        (3, '{"adaptra": 2, "time": 1.0, "event": "ended", "rank": 0, "steps": 1, "x": 1}', "unknown field 'x'"),
+        (1, '{"adaptra": 1, "time": 1.0, "event": "started"}', "version 1: this adaptra reads version 4"),
+        (3, '{"adaptra": 4, "ti', "not JSON: .*: only a last line may be cut off"),
+        (3, '{"adaptra": 4, "time": 1.0, "event": "lunch", "rank": 0}', "field 'event': expected one of started, step"),
+        (3, '{"adaptra": 4, "time": 1.0, "event": "ended", "rank": 0}', "missing field 'steps'"),
+        (3, '{"adaptra": 4, "time": 1.0, "event": "step", "rank": -1}', "missing field 'step'"),
+        (3, '{"adaptra": 4, "time": 1.0, "event": "ended", "rank": 0, "steps": 1, "x": 1}', "unknown field 'x'"),
     ],
 )
 def test_a_line_that_is_not_of_a_run_is_told_with_its_place(tmp_path: Path, line: int, content: str, message: str) -> None:

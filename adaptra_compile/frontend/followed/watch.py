@@ -20,9 +20,9 @@ class Watch:
 
     Args:
         model: The model. Of a list of stages, a ModuleList of them.
-        keeps: Whether to keep it. Otherwise it is held weakly, so that a rank may free the parameters of other ranks.
-        is_list: Whether its children are the stages, and the list itself is nobody's.
         loss: The user's loss, or None.
+        is_list: Whether the model's children are the stages, and the list itself is nobody's.
+        keeps: Whether to keep the model. Otherwise it is held weakly, so that a rank may free the parameters of other ranks.
     """
 
     def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, *, is_list: bool, keeps: bool) -> None:

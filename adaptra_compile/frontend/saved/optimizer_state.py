@@ -265,6 +265,6 @@ def check_step(step: Any) -> int:
     if not is_whole(step) or step < 0:
         raise StateError(
             f"training state: its step is {step!r}: expected the number of steps that TrainingState.state_dict() has "
-            "saved, by which dropout goes on; add 'step' to what an older version saved"
+            "saved, by which dropout goes on"
         )
     return step

@@ -35,9 +35,9 @@ class SplitPiece:
         kept: Nodes and placeholders of F that the backward pass needs, in order.
         backward_inputs: The nodes for ``kept``, then for the output gradients, in I and W. They are the same nodes unless the
             backward pass had to be made functional.
-        input_grad: Nodes of I, with ``grad_inputs`` its results.
-        weight_grad: Nodes of W, with ``grad_weights`` its results.
+        input_grad, grad_inputs: Nodes of I, and its results.
         kept_by_input_grad: Nodes of I that W needs, in order.
+        weight_grad, grad_weights: Nodes of W, and its results.
     """
 
     forward: tuple[fx.Node, ...]

@@ -44,6 +44,7 @@ class TracedPiece:
         module: The traced graph.
         forward: Its nodes that belong to the forward pass.
         state, constants, inputs, targets, grad_outputs: Its placeholders.
+        input_specs: The specs of the inputs.
         outputs: The nodes that are sent forward; on the last piece the results.
         output_specs: The specs of the outputs.
         grad_inputs: The nodes that are sent backward.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -15,8 +15,6 @@ from torch.utils import _pytree as pytree
 
 from adaptra.graph.ops.ops import is_random
 from adaptra.graph.ops.value_dependent import place_of
-
-_OF_MODEL: Final = (InputKind.PARAMETER, InputKind.BUFFER)
 
 
 def first_difference(

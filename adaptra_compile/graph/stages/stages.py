@@ -56,6 +56,7 @@ class TrainStage(ABC):
             its uses here. A parameter that a later stage uses too occurs once for each use here, the latest first.
         inputs, outputs: The tensors that F receives and returns. A tensor is sent contiguous, with its dimensions in the order
             of its strides.
+        targets: The loss's targets, which F of the last stage takes.
         grad_inputs, grad_outputs: The tensors that I returns and receives: a gradient for each input or output that has one.
         flops: Floating-point operations of F, I and W.
         parameter_bytes: Bytes of the stage's parameters.

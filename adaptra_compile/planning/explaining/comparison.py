@@ -12,7 +12,6 @@ from adaptra.planning.planner import plan
 from adaptra.planning.published import PAPER, paper_rule
 from adaptra.program import Program
 from adaptra.program.schedules import GENERATORS, PLACED, generate_for
-from adaptra.renamed import former_keyword
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.simulate import Bound, Simulation, lower_bound, simulate
 
@@ -73,7 +72,6 @@ class Sweep:
         }
 
 
-@former_keyword("memory", "in_flight")
 def compare(
     case: Case, names: Iterable[str], *, in_flight: int | Sequence[int] | None = None, adapted: Program | None = None
 ) -> Comparison:
@@ -99,7 +97,6 @@ def compare(
     return Comparison(case, lower_bound(case), tuple(map(run, names)))
 
 
-@former_keyword("memory", "in_flight")
 def sweep_delay(
     case: Case,
     edges: Iterable[tuple[int, int]],

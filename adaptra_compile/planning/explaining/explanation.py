@@ -172,7 +172,7 @@ def explain(
         program: The plan. Communication ops are ignored.
         cost: The cost model for which it was made.
         microbatches: N, to be checked against the program's number, or None.
-        means, spread, rounded: Remedies for edges whose bandwidth limits the plan, available and in use; see
+        bandwidth, spread, rounded: Remedies for edges whose bandwidth limits the plan, available and in use; see
             :func:`adaptra.planning.remedies.bandwidth_remedies.find_remedies`.
         unit: Unit of the times in ``cost``, such as ``seconds``; empty for the case's own.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutChange(Generic[T]):
+class LayoutChange(ABC, Generic[T]):
     """A change of the layout, with its cost and its saving.
 
     Attributes:

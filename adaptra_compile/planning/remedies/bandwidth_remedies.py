@@ -160,7 +160,7 @@ def find_remedies(
         program: The plan for it, compute ops only.
         spread: The edges whose messages are spread over several connections already.
         rounded: The edges whose messages are rounded already.
-        means: The available remedies.
+        bandwidth: The available remedies.
 
     Returns:
         The remedies, or None if no edge's bandwidth limits the case or if no plan fits it.
@@ -188,8 +188,8 @@ def choose_split(
     """Choose the moved cut point with the shortest simulated step, if it saves more than the move costs.
 
     Args:
-        case, program, spread, rounded, means: As in :func:`find_remedies`. The program is first adapted to the case. One with
-            routes is of several replicas, so it says nothing of a pipeline's order.
+        case, program, spread, rounded, bandwidth: As in :func:`find_remedies`. The program is first adapted to the case. One
+            with routes is of several replicas, so it says nothing of a pipeline's order.
         horizon: The number of steps over which the change must pay for itself.
         moving: Returns the seconds and bytes that a move to these cut points takes, or None if it is not possible.
         routed: The seconds of a step under the program's routes, if it has any. A move has to be better than these.

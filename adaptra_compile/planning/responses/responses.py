@@ -23,7 +23,6 @@ from typing import Any, Final
 
 from adaptra.errors import CaseError, PlanError
 from adaptra.planning.layouts.choose_roles import LEAST_GAIN
-from adaptra.planning.layouts.layout_change import LayoutChange
 from adaptra.planning.responses.normalize import RoleMove, losses, role_moves, stage_work, with_moves
 from adaptra.planning.responses.recut import Recut, recuts
 from adaptra.planning.routes.job_planner import plan_job
@@ -122,16 +121,6 @@ class Response:
     def refused(self) -> bool:
         """Whether it is not possible."""
         return self.period is None
-
-
-class ResponseChange(LayoutChange[ResponseKind]):
-    """A change from one response to another."""
-
-    __slots__ = ()
-
-    def what(self) -> str:
-        """Return the name of the later response."""
-        return self.after.value
 
 
 @dataclass(frozen=True)
@@ -239,9 +228,10 @@ def decide(case: JobCase, prices: ResponsePrices, *, effort: int | None = None, 
     for one in responses if now else ():
         if one is first or one.period is None or first.period is None:
             continue
-        change = ResponseChange(first.kind, one.kind, first.period * prices.unit, one.period * prices.unit, one.cost)
-        if change.saved(steps) > saved and change.seconds_after < (1 - LEAST_GAIN) * change.seconds_before:
-            then, saved = one, change.saved(steps)
+        before, after = first.period * prices.unit, one.period * prices.unit
+        gain = steps * (before - after) - one.cost
+        if gain > saved and after < (1 - LEAST_GAIN) * before:
+            then, saved = one, gain
     work = max(stage_work(case, stage, lost) for stage, lost in enumerate(losses(case)))
     return Decision(case, prices, healthy, _one_f_one_b(case), work, tuple(responses), first, then)
 

@@ -1,4 +1,4 @@
-// The dependency rule in the form in which a simulation reads it: adaptra.dependencies.RULE compiled to columns.
+// The dependency rule in the form in which a simulation reads it: adaptra.program.dependencies.RULE compiled to columns.
 #pragma once
 
 #include <array>

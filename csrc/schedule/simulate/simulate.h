@@ -40,7 +40,8 @@ struct Result {
 };
 
 // Most microbatches in flight per stage (F started, I or B not ended), and most memory held per rank, by the same accounting as
-// adaptra.cost.CostModel. A program without gradients keeps nothing for them: there an F frees at its end what it allocated.
+// adaptra.simulation.cost.CostModel. A program without gradients keeps nothing for them: there an F frees at its end what it
+// allocated.
 struct Peaks {
   std::vector<std::int32_t> in_flight;
   std::vector<double> memory;

@@ -1,4 +1,4 @@
-// The planning problem as plain numbers: what adaptra.cost and adaptra.program hold, without Python.
+// The planning problem as plain numbers: what adaptra.simulation.cost and adaptra.program hold, without Python.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace adaptra::schedule {
 // The letters of adaptra.program.Kind that occupy a device. Communication ops never reach this library.
 enum class Kind : std::uint8_t { F, I, W, B };
 
-// Whether communication holds the stages; see adaptra.cost.Blocking.
+// Whether communication holds the stages; see adaptra.simulation.cost.Blocking.
 enum class Blocking : std::uint8_t { None, Send, Both };
 
 struct Op {
@@ -20,7 +20,7 @@ struct Op {
 
 using Order = std::vector<Op>;
 
-// Costs per stage and per edge; edge i joins stages i and i + 1. Same meaning and units as adaptra.cost.CostModel.
+// Costs per stage and per edge; edge i joins stages i and i + 1. Same meaning and units as adaptra.simulation.cost.CostModel.
 struct Cost {
   std::vector<double> forward, input_grad, weight_grad;
   std::vector<double> latency_forward, latency_backward;
@@ -52,8 +52,8 @@ struct Problem {
   std::int32_t ranks = 0;
 };
 
-// One line of adaptra.dependencies.RULE. An op of `kind` on stage s needs an op of one of `kinds` on stage s + offset and the
-// same microbatch. `kinds` has bit_of(kind) set for every kind that meets the need.
+// One line of adaptra.program.dependencies.RULE. An op of `kind` on stage s needs an op of one of `kinds` on stage s + offset
+// and the same microbatch. `kinds` has bit_of(kind) set for every kind that meets the need.
 struct Row {
   Kind kind;
   std::int32_t offset;

@@ -47,10 +47,10 @@ from adaptra.runtime.transports.pool import Pool
 logger = logging.getLogger(__name__)
 
 CONTRACTS: Final = {
-    "gloo": Contract(send_waits_for_receiver=True, in_order=False, buffered=False),
+    "gloo": Contract(send_waits_for_receiver=True, in_order=False),
     # Channels have communicators of their own here, but a posted receive occupies a part of the device until its
     # message comes. So receives belong as late as in one shared queue.
-    "nccl": Contract(send_waits_for_receiver=True, in_order=True, buffered=False, one_way=True),
+    "nccl": Contract(send_waits_for_receiver=True, in_order=True, one_way=True),
 }
 _CLOSE_SECONDS: Final = 5.0
 

@@ -39,7 +39,7 @@ from adaptra.runtime.transports.pool import Pool
 
 # Slots are granted when the program reserves them, so a message travels whether its receive is posted or not.
 # A sent tensor is copied before send() returns.
-CONTRACT: Final = Contract(send_waits_for_receiver=False, in_order=False, buffered=True)
+CONTRACT: Final = Contract(send_waits_for_receiver=False, in_order=False)
 _CLOSE_SECONDS: Final = 5.0
 _LINGER_SECONDS: Final = 0.5
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -15,8 +15,8 @@ from adaptra.runtime.step_messages.shared_gradients import Gradients
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
 
 
-class Stage(Protocol):
-    """The executor's interface of a stage, whether it trains or only evaluates."""
+class ForwardStage(Protocol):
+    """The executor's interface of a stage in a program of forwards, whether it trains or only evaluates."""
 
     def begin_step(self, loss_scale: float, steps_before: int = 0, outputs: StepOutputs | None = None) -> None:
         """Start a step."""
@@ -25,6 +25,10 @@ class Stage(Protocol):
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run F and return the tensors for the next stage; on the last stage, the results."""
         ...
+
+
+class Stage(ForwardStage, Protocol):
+    """The executor's interface of a stage that trains."""
 
     def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run I and return the gradients for the previous stage."""
@@ -49,6 +53,9 @@ class Stage(Protocol):
     def take_over_buffers(self, values: Sequence[Tensor]) -> None:
         """Take the values of these buffers that another worker has handed over. They are copied."""
         ...
+
+
+S = TypeVar("S", bound=ForwardStage)
 
 
 class TrainingStage:
@@ -210,8 +217,8 @@ class TrainingStage:
         self._gradients.begin_from(home, self._handed_over)
 
 
-class UnevenStage:
-    """One stage of a step whose first microbatches have one row more than the others.
+class UnevenForwards(Generic[S]):
+    """One stage of a program whose first microbatches have one row more than the others.
 
     Args:
         larger: Runs the first microbatches.
@@ -219,12 +226,12 @@ class UnevenStage:
         count: The number of larger microbatches.
     """
 
-    def __init__(self, larger: Stage, smaller: Stage, count: int) -> None:
+    def __init__(self, larger: S, smaller: S, count: int) -> None:
         self._larger = larger
         self._smaller = smaller
         self._count = count
 
-    def _of(self, microbatch: int) -> Stage:
+    def _of(self, microbatch: int) -> S:
         return self._larger if microbatch < self._count else self._smaller
 
     def begin_step(self, loss_scale: float, steps_before: int = 0, outputs: StepOutputs | None = None) -> None:
@@ -235,6 +242,10 @@ class UnevenStage:
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run F."""
         return self._of(microbatch).forward(step, microbatch, inputs, targets)
+
+
+class UnevenStage(UnevenForwards[Stage]):
+    """One stage of a step whose first microbatches have one row more than the others."""
 
     def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Run I."""
@@ -376,27 +387,3 @@ class EvaluationStage:
         if self._outputs is not None:
             self._outputs.add(microbatch, results[losses:], others)
         return own_copies(results[:losses], others)
-
-    def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Never called: an evaluation program is forward-only."""
-        raise AssertionError(f"I of microbatch {microbatch} in an evaluation")
-
-    def weight_grad(self, microbatch: int, computed: Callable[[float], None]) -> None:
-        """Never called: an evaluation program is forward-only."""
-        raise AssertionError(f"W of microbatch {microbatch} in an evaluation")
-
-    def hand_over(self) -> tuple[Tensor, ...]:
-        """Never called: an evaluation program is forward-only."""
-        raise AssertionError("weight gradients are handed over in an evaluation")
-
-    def take_over(self, sums: Sequence[Tensor]) -> None:
-        """Never called: an evaluation program is forward-only."""
-        raise AssertionError("weight gradients are taken over in an evaluation")
-
-    def hand_over_buffers(self) -> tuple[Tensor, ...]:
-        """Never called: evaluations follow no routes."""
-        raise AssertionError("buffers are handed over in an evaluation")
-
-    def take_over_buffers(self, values: Sequence[Tensor]) -> None:
-        """Never called: evaluations follow no routes."""
-        raise AssertionError("buffers are taken over in an evaluation")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.transports.base import Purpose, Transport
 from adaptra.runtime.worker.stages.buffer_hand_over import BufferHandOver
 from adaptra.runtime.worker.stages.foreign_microbatches import BatchShapes, ForeignMicrobatches
-from adaptra.runtime.worker.stages.stage import Stage
+from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
 from adaptra.runtime.worker.step.program_messages import MessageShapes, ProgramMessages
 
 
@@ -33,7 +34,7 @@ class Executor:
     Args:
         program: A lowered program that :func:`adaptra.program.verify.verify` accepts.
         rank: This rank.
-        stages: The stages of this rank by replica and index, as ops name them.
+        stages: The stages of this rank by replica and index, as ops name them. They train, unless all compute ops are F.
         shapes: The tensors in the messages of every stage of the pipeline, by stage index.
         batch: The tensors of a microbatch's inputs, targets and results.
         transport: Carries the messages; its receive buffers are reserved here, sized by the program.
@@ -48,7 +49,7 @@ class Executor:
         self,
         program: Program,
         rank: int,
-        stages: Mapping[tuple[int | None, int], Stage],
+        stages: Mapping[tuple[int | None, int], ForwardStage],
         shapes: Sequence[MessageShapes],
         batch: BatchShapes,
         transport: Transport,
@@ -61,7 +62,8 @@ class Executor:
         self.program = program
         self._order = program.orders[rank]
         self._rank = rank
-        self._stages = stages
+        # Whoever gives a program with other ops than F gives stages that train.
+        self._stages = cast("Mapping[tuple[int | None, int], Stage]", stages)
         self._home = None if program.routing is None else program.routing.replica_of(rank)
         self._messages = ProgramMessages(program, rank, shapes, transport, monitor, timeout, shape)
         weights = [one.weights for one in shapes]

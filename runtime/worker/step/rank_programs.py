@@ -27,7 +27,7 @@ from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.stages.foreign_microbatches import BatchShapes
-from adaptra.runtime.worker.stages.stage import Stage
+from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
 from adaptra.runtime.worker.step.executor import Executor
 from adaptra.runtime.worker.step.program_messages import MessageShapes
 from adaptra.runtime.worker.step.shapes import FIRST, RankShape, StepShape
@@ -199,7 +199,7 @@ class RankPrograms:
         """Return the lowered program of the first plan, before any other has run."""
         return self._prepared[self.plan.version, FIRST].executor.program
 
-    def evaluation(self, stages: Mapping[int, Stage], of: RankShape) -> Executor:
+    def evaluation(self, stages: Mapping[int, ForwardStage], of: RankShape) -> Executor:
         """Return an executor that runs the forwards of stages in evaluation mode."""
         shape = of.shape
         forwards = forward_only(self.plan.case.placement, shape.microbatches)
@@ -222,7 +222,7 @@ class RankPrograms:
     def _executor(
         self,
         lowered: Program,
-        stages: Mapping[tuple[int | None, int], Stage],
+        stages: Mapping[tuple[int | None, int], ForwardStage],
         shapes: Sequence[MessageShapes],
         code: int,
     ) -> Executor:

@@ -33,7 +33,7 @@ from adaptra.runtime.step_messages.shared_gradients import AwayFromHome, Gradien
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.stages.gradient_hooks import GradientHooks
 from adaptra.runtime.worker.stages.loss_reduction import Reduction, total_weight
-from adaptra.runtime.worker.stages.stage import EvaluationStage, Stage, TrainingStage, UnevenStage
+from adaptra.runtime.worker.stages.stage import EvaluationStage, ForwardStage, Stage, TrainingStage, UnevenForwards, UnevenStage
 from adaptra.runtime.worker.stages.step_gradients import StepGradients
 from adaptra.runtime.worker.step.executor import Executor
 from adaptra.runtime.worker.step.shapes import FIRST, RankShape, StepShape
@@ -345,7 +345,7 @@ class StepParts:
         inputs: Batch,
         targets: Batch | None,
         shape: RankShape,
-        stages: Mapping[int, Stage],
+        stages: Mapping[int, ForwardStage],
         outputs: Mapping[int, StepOutputs],
     ) -> Tensor | None:
         """Run the forwards of an evaluation.
@@ -376,7 +376,7 @@ class StepParts:
 
     def evaluation_stages(
         self, shape: StepShape, state: Mapping[str, Tensor], *, with_loss: bool, with_outputs: bool
-    ) -> dict[int, Stage]:
+    ) -> dict[int, ForwardStage]:
         """Return this rank's stages in evaluation mode, by number."""
 
         def of(compiled: CompiledStages, stage: int) -> EvaluationStage:
@@ -391,7 +391,7 @@ class StepParts:
 
         if shape.smaller is None or shape.count is None:
             return {stage: of(shape.larger, stage) for stage in self.stages}
-        return {stage: UnevenStage(of(shape.larger, stage), of(shape.smaller, stage), shape.count) for stage in self.stages}
+        return {stage: UnevenForwards(of(shape.larger, stage), of(shape.smaller, stage), shape.count) for stage in self.stages}
 
     def _end_losses(self, of: RankShape, *, aside: bool = False) -> Tensor:
         """Return the losses of all microbatches, over all replicas.

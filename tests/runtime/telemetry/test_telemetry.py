@@ -150,7 +150,7 @@ def test_a_file_takes_no_second_run_at_a_time_and_any_later_one(tmp_path: Path) 
         FileSink(tmp_path, [0])
     first.take(TimestampedRecord(1.0, RunEnded(0, 0)))
     first.close()
-    (tmp_path / "rank-0.jsonl").open("a").write('{"adaptra": 2, "ti')
+    (tmp_path / "rank-0.jsonl").open("a").write('{"adaptra": 4, "ti')
     second = FileSink(tmp_path, [0])
     second.take(TimestampedRecord(2.0, RunEnded(0, 0)))
     second.close()
@@ -159,14 +159,6 @@ def test_a_file_takes_no_second_run_at_a_time_and_any_later_one(tmp_path: Path) 
         to_line(TimestampedRecord(1.0, RunEnded(0, 0))),
         to_line(TimestampedRecord(2.0, RunEnded(0, 0))),
     ]
-
-
-def test_lines_of_version_2_are_read() -> None:
-    """They are those of version 4 without REDUCE."""
-    for one in timestamped_records():
-        if not isinstance(one.record, StepReduces):
-            line = json.loads(to_line(one)) | {"adaptra": 2}
-            assert from_json(line, "here") == one
 
 
 # Prometheus

@@ -109,7 +109,7 @@ class TestWire:
         assert all(view.data_ptr() % 64 == 0 for view in buffer.tensors(torch.device("cpu")) if view.numel())
 
     def test_codes_of_purposes_stay(self) -> None:
-        """Other programs may read messages of earlier versions."""
+        """Another code for a purpose is another version of the header."""
         names = "activation gradient output input_gradient loss shared_gradient shared_sum probe gradient_norm model_state"
         names += " input target result accumulator term buffers rank_gradients rank_sums rate_probe"
         names += " model_outputs outputs_asked"
