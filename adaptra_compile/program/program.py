@@ -34,7 +34,7 @@ from itertools import islice
 from typing import Final
 
 from adaptra.errors import ProgramTextError, ScheduleError
-from adaptra.program.routing import NUMBER, Line, Routing
+from adaptra.program.routing import NUMBER, Routing, TextLine
 
 FORMAT_VERSION: Final = 2
 """The newest version of the text form. A program of one pipeline has version 1."""
@@ -312,19 +312,21 @@ def place_in(text: str, rank: int, number: int | None) -> tuple[int, int]:
     return line.number, line.column + (0 if number is None else _offset(line, number + 1))
 
 
-def _lines(text: str) -> list[Line]:
+def _lines(text: str) -> list[TextLine]:
     """Return the lines that say something."""
     said = [(number, line.split("#", 1)[0]) for number, line in enumerate(text.splitlines(), 1)]
-    return [Line(number, len(line) - len(line.lstrip()) + 1, stripped) for number, line in said if (stripped := line.strip())]
+    return [
+        TextLine(number, len(line) - len(line.lstrip()) + 1, stripped) for number, line in said if (stripped := line.strip())
+    ]
 
 
-def _offset(line: Line, number: int) -> int:
+def _offset(line: TextLine, number: int) -> int:
     """Return how many characters stand before a word of a line; words are counted from zero."""
     return next(islice(re.finditer(r"\S+", line.text), number, None)).start()
 
 
 def _placed(
-    header: Line,
+    header: TextLine,
     name: str,
     placement: tuple[int, ...],
     microbatches: int,
@@ -337,7 +339,7 @@ def _placed(
         raise header.error(str(error)) from None
 
 
-def _parse_order(line: Line, rank: int, parse: Callable[[str], Op], what: str = "rank") -> tuple[Op, ...]:
+def _parse_order(line: TextLine, rank: int, parse: Callable[[str], Op], what: str = "rank") -> tuple[Op, ...]:
     label, *tokens = line.text.split()
     if label != f"{rank}:":
         raise line.error(f"{label!r}: expected the line of {what} {rank} to start with '{rank}:'")
@@ -350,7 +352,7 @@ def _parse_order(line: Line, rank: int, parse: Callable[[str], Op], what: str = 
     return tuple(ops)
 
 
-def _parse_routed_orders(header: Line, lines: Sequence[Line], routing: Routing) -> tuple[tuple[Op, ...], ...]:
+def _parse_routed_orders(header: TextLine, lines: Sequence[TextLine], routing: Routing) -> tuple[tuple[Op, ...], ...]:
     live = routing.live
     if len(lines) != len(live):
         raise header.error(f"{len(lines)} lines of ops: expected {len(live)}, one for each live worker")

@@ -26,7 +26,7 @@ NUMBER: Final = "(?:0|[1-9][0-9]{0,8})"
 """The form of every number in a program's text."""
 
 
-class Line(NamedTuple):
+class TextLine(NamedTuple):
     """A line of a program's text without its comment and the blanks around it.
 
     Attributes:
@@ -226,7 +226,7 @@ class Routing:
         yield from map(str, self.routes)
 
     @staticmethod
-    def parse(header: Line, lines: Sequence[Line], stages: int, microbatches: int) -> Routing:
+    def parse(header: TextLine, lines: Sequence[TextLine], stages: int, microbatches: int) -> Routing:
         """Read the lines of the text form, which stand behind the header.
 
         Raises:

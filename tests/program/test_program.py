@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from strategies import programs
 
 from adaptra.errors import ScheduleError
-from adaptra.program import Kind, Op, Program, parse_op
+from adaptra.program import Kind, Op, Program, parse_op, place_in
 
 TEXT = """schedule 1f1b placement=0,1 microbatches=3
 0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
@@ -29,6 +29,21 @@ def test_any_program_reads_back_equal_lanes_included(program: Program, lane: str
     again = Program.parse(str(program))
     assert again == program
     assert str(again) == str(program)
+
+
+@given(programs(), st.data())
+def test_the_place_of_an_op_in_a_text_is_where_it_stands(program: Program, data: st.DataObject) -> None:
+    blanks = st.sampled_from(["", " ", "   "])
+    lines = [f"{data.draw(blanks)}{line.replace(' ', ' ' + data.draw(blanks))}  # 0: 0F0" for line in str(program).splitlines()]
+    lines[0] = str(program).splitlines()[0]
+    text = "# a comment\n\n" + "\n".join(lines) + "\n"
+    assert Program.parse(text) == program
+    for rank, order in enumerate(program.orders):
+        for number, op in enumerate(order):
+            line, column = place_in(text, rank, number)
+            assert text.splitlines()[line - 1][column - 1 :].split()[0] == str(op)
+        line, column = place_in(text, rank, None)
+        assert text.splitlines()[line - 1][column - 1 :].startswith(f"{rank}:")
 
 
 def test_comments_and_blank_lines_are_ignored_and_the_version_may_be_named() -> None:
