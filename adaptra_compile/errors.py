@@ -13,6 +13,39 @@ class ScheduleError(AdaptraError, ValueError):
     """A schedule that can't be parsed, or that no set of ranks can execute."""
 
 
+class ProgramTextError(ScheduleError):
+    """A text that is no program.
+
+    Attributes:
+        reason: What stands there and what was expected.
+        line: The line of the text, counted from one.
+        column: The column of the word that does not fit, counted from one.
+    """
+
+    def __init__(self, reason: str, *, line: int = 1, column: int = 1) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.line = line
+        self.column = column
+
+    def __str__(self) -> str:
+        return f"line {self.line}, column {self.column}: {self.reason}"
+
+
+class InvalidProgramError(ScheduleError):
+    """A program that no set of ranks can execute.
+
+    Attributes:
+        rank: The rank or worker where the first broken rule was found.
+        number: The number of the op in that one's order, counted from zero. None if an op is missing there.
+    """
+
+    def __init__(self, message: str, *, rank: int = 0, number: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.number = number
+
+
 class CaseError(AdaptraError, ValueError):
     """A cost model or case file with a missing, unknown or impossible value."""
 

@@ -15,7 +15,7 @@ import dataclasses
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Final
@@ -38,6 +38,11 @@ class Pass(ABC):
 
     name: ClassVar[str]
     """The name in pipelines: the file name with ``-`` for ``_``."""
+
+    @property
+    def uses_cost(self) -> bool:
+        """Whether the result depends on the cost model. If not, ``adaptra opt`` runs the pass without a case."""
+        return True
 
     @abstractmethod
     def apply(self, program: Program, cost: CostModel) -> Program:
@@ -170,13 +175,21 @@ class PassPipeline:
 
     passes: tuple[Pass, ...]
 
-    def apply(self, program: Program, cost: CostModel, *, hands_over: bool = True, barrier: bool = False) -> Program:
+    def apply(
+        self,
+        program: Program,
+        cost: CostModel,
+        *,
+        hands_over: bool = True,
+        barrier: bool = False,
+        changing: Container[int] = (),
+    ) -> Program:
         """Run all passes, and verify the program before the first and after each that changes it.
 
         Args:
             program: The program to transform.
             cost: The cost model for which the passes plan.
-            hands_over, barrier: What :func:`adaptra.program.verify.verify` gets to know of several replicas.
+            hands_over, barrier, changing: What :func:`adaptra.program.verify.verify` gets to know of several replicas.
 
         Raises:
             ScheduleError: ``program`` is not valid.
@@ -184,7 +197,7 @@ class PassPipeline:
             PlanError: No program satisfies the limits.
             AssertionError: A pass turned a valid program into an invalid one. This is a bug of the pass, which the text names.
         """
-        check = partial(verify, hands_over=hands_over, barrier=barrier)
+        check = partial(verify, hands_over=hands_over, barrier=barrier, changing=changing)
         check(program)
         for step in self.passes:
             before, program = program, step.apply(program, cost)

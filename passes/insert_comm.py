@@ -84,6 +84,11 @@ class InsertComm(Pass):
             return InsertComm(receives="ahead", ahead=ahead)
         return InsertComm(receives="late")
 
+    @property
+    def uses_cost(self) -> bool:
+        """Whether latencies decide how far ahead receives are posted."""
+        return self.receives == "ahead" and self.ahead is None
+
     def apply(self, program: Program, cost: CostModel) -> Program:
         """Return the program with its messages. Without ``ahead``, ``cost`` decides how far ahead receives are posted."""
         if program.is_lowered:

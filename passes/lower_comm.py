@@ -33,6 +33,11 @@ class LowerComm(Pass):
     slow: tuple[tuple[int, int], ...] = option((), EdgeSet())
     lane: str = option("delegate", Word(r"[a-z][a-z0-9_.-]*", "a lower-case word such as delegate"))
 
+    @property
+    def uses_cost(self) -> bool:
+        """False: no time decides anything."""
+        return False
+
     def apply(self, program: Program, cost: CostModel) -> Program:
         """Return the program with its lanes set. ``cost`` is not used."""
         if self.slow and not program.is_lowered:

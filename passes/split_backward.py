@@ -23,6 +23,11 @@ class SplitBackward(Pass):
 
     name: ClassVar[str] = "split-backward"
 
+    @property
+    def uses_cost(self) -> bool:
+        """False: no time decides anything."""
+        return False
+
     def apply(self, program: Program, cost: CostModel) -> Program:
         """Return the program without B. ``cost`` is not used."""
         if not any(op.kind is Kind.B for order in program.orders for op in order):

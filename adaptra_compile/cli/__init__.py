@@ -1,4 +1,4 @@
-"""The command ``adaptra``: plan, simulate, resilience, explain, trace, schedule, doctor. ``docs/command-line.md`` shows each.
+"""The command ``adaptra``: plan, simulate, resilience, explain, trace, schedule, opt, doctor; see ``docs/command-line.md``.
 
 The start loads neither torch nor sympy nor matplotlib. Each command loads the modules that it uses when it runs.
 """
@@ -24,6 +24,10 @@ _PROGRAM: Final = (
     "a program: a .sched file, a .csv of torch.distributed.pipelining, - for a program on standard input, "
     "or the name of a generated schedule (gpipe, 1f1b, zb_h1, zb_h2, interleaved, zbv)"
 )
+_PASSES: Final = (
+    "passes joined by commas, each with its options in braces: split-backward, adapt-order{in_flight=N,effort=N,seed=N}, "
+    "fuse-backward, insert-comm{receives=ahead|late,ahead=N,fold=handover|contributions}, lower-comm{slow=A>B+B>A,lane=NAME}"
+)
 _COMPARED: Final = "gpipe, 1f1b, zb_h1, zb_h2, interleaved, zbv, paper (the published adaptive rule)"
 _SWEEP: Final = (
     "step time against delay: edge=A-B (both ways, or A>B for one), delay=FROM:TO in the case's unit, optionally steps=N "
@@ -36,7 +40,23 @@ _SLOW: Final = (
 
 
 class _Parser(ArgumentParser):
-    """A parser whose error is one line, after which nobody has to look for it."""
+    """A parser that takes options anywhere, and whose error is one line, after which nobody has to look for it."""
+
+    _splits = False
+    """Whether options and other arguments are being parsed apart."""
+
+    def parse_known_args(self, *given: Any, **named: Any) -> Any:
+        """Parse a command's options first, so that they may stand between arguments of which one may be left out.
+
+        In Python 3.11 argparse alone leaves such an argument out if an option follows the next one.
+        """
+        if self._splits or self._subparsers is not None:
+            return super().parse_known_args(*given, **named)
+        self._splits = True
+        try:
+            return self.parse_known_intermixed_args(*given, **named)
+        finally:
+            self._splits = False
 
     def error(self, message: str) -> NoReturn:
         """Print what is wrong, and end with status 2."""
@@ -89,7 +109,7 @@ def _parser() -> ArgumentParser:
             allow_abbrev=False,
         )
 
-    for command in (_plan, _simulate, _resilience, _explain, _trace, _schedule, _doctor):
+    for command in (_plan, _simulate, _resilience, _explain, _trace, _schedule, _opt, _doctor):
         command(add)
     return parser
 
@@ -257,6 +277,20 @@ def _schedule(add: _Add) -> None:
     parser.add_argument("name", metavar="NAME", help="gpipe, 1f1b, zb_h1, zb_h2, interleaved or zbv")
     parser.add_argument("-s", "--stages", type=_at_least_one, required=True, metavar="S", help="number of stages")
     parser.add_argument("-m", "--microbatches", type=_at_least_one, required=True, metavar="M", help="microbatches per step")
+    _json(parser)
+
+
+def _opt(add: _Add) -> None:
+    parser = add(
+        "opt",
+        "Run passes over a program, and print the program that they make.\n\n"
+        "The program is verified before the first pass and after each. What is wrong in its text, or which op breaks a rule,\n"
+        "is named by file, line and column.",
+    )
+    parser.add_argument("passes", metavar="PASSES", nargs="?", help=_PASSES)
+    parser.add_argument("program", metavar="PROGRAM", help=f"{_PROGRAM}; the last with --case")
+    parser.add_argument("--case", metavar="CASE", help=f"for passes that use costs, and programs of several replicas: {_CASE}")
+    parser.add_argument("--verify-only", action="store_true", help="run no pass: say whether ranks can execute the program")
     _json(parser)
 
 

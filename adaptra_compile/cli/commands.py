@@ -39,14 +39,24 @@ def run(options: Namespace) -> str:
             return _explain(options) if job is None else jobs.run_job_explain(options, job)
         case "trace" | "resilience" as command:
             return _trace(options) if command == "trace" else _resilience(options)
-        case "schedule":
-            program = _generate(options.name, options.stages, options.microbatches)
-            return as_json({"name": program.name, "program": str(program)}) if options.json else str(program)
+        case "opt" | "schedule" as command:
+            return _opt(options) if command == "opt" else _schedule(options)
         case "doctor":
             found = examine()
             return as_json(found) if options.json else report(found)
         case command:
             raise AssertionError(f"the parser knows a command {command!r} that nothing runs")
+
+
+def _opt(options: Namespace) -> str:
+    from adaptra.cli.opt import run_opt
+
+    return run_opt(options)
+
+
+def _schedule(options: Namespace) -> str:
+    program = _generate(options.name, options.stages, options.microbatches)
+    return as_json({"name": program.name, "program": str(program)}) if options.json else str(program)
 
 
 def _simulate(options: Namespace) -> str:

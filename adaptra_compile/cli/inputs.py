@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NotRequired, TypedDict
 
-from adaptra.errors import CaseError, ScheduleError
-from adaptra.program import Program
+from adaptra.errors import CaseError, InvalidProgramError, ProgramTextError, ScheduleError
+from adaptra.program import Program, place_in
 from adaptra.program.schedules import GENERATORS, PLACED, generate, generate_for
 from adaptra.program.torch_csv import from_csv
 from adaptra.program.verify import verify
@@ -27,14 +28,45 @@ def read_program(given: str, case: Case) -> Program:
         ScheduleError: The program can't be parsed, or no set of ranks can execute it.
         CaseError: The program has other stages, ranks or microbatches than the case.
     """
-    program = _generated(given, case) or read_file(given)
-    program.require_one_pipeline(given)
-    _check_fits(given, program, case)
-    try:
-        verify(program)
-    except ScheduleError as error:
-        raise ScheduleError(f"{given}: {error}") from None
-    return program
+    source = source_for(given, case)
+    source.verify()
+    return source.program
+
+
+def source_for(given: str, case: Case) -> ProgramSource:
+    """Read a program as :func:`read_program` does, and don't verify it."""
+    generated = _generated(given, case)
+    source = read_source(given) if generated is None else ProgramSource(given, None, generated)
+    source.program.require_one_pipeline(given)
+    _check_fits(given, source.program, case)
+    return source
+
+
+@dataclass(frozen=True)
+class ProgramSource:
+    """A program and where it comes from.
+
+    Attributes:
+        name: What the user calls it: a file, ``-``, or the name of a schedule.
+        text: The text form that was read. None for a schedule that was generated and for torch's CSV.
+        program: The program.
+    """
+
+    name: str
+    text: str | None
+    program: Program
+
+    def verify(self, *, hands_over: bool = True, barrier: bool = False, changing: Container[int] = ()) -> None:
+        """Prove that ranks can execute the program; see :func:`adaptra.program.verify.verify`.
+
+        Raises:
+            ScheduleError: A rule is broken. The text begins with file, line and column of the op.
+        """
+        try:
+            verify(self.program, hands_over=hands_over, barrier=barrier, changing=changing)
+        except InvalidProgramError as error:
+            place = "" if self.text is None else "".join(f":{n}" for n in place_in(self.text, error.rank, error.number))
+            raise ScheduleError(f"{self.name}{place}: {error}") from None
 
 
 class SweepRange(TypedDict):
@@ -132,10 +164,16 @@ def _check_fits(given: str, program: Program, case: Case) -> None:
 
 
 def read_file(given: str) -> Program:
+    """Return the program of :func:`read_source`."""
+    return read_source(given).program
+
+
+def read_source(given: str) -> ProgramSource:
     """Read a program from a file, or from standard input for ``-``.
 
     Raises:
-        ScheduleError: The file can't be read or parsed.
+        ScheduleError: The file can't be read or parsed. The text begins with the file, and of the text form with the line and
+            the column of what is wrong.
     """
     try:
         text = sys.stdin.read() if given == "-" else Path(given).read_text(encoding="utf-8")
@@ -149,8 +187,10 @@ def read_file(given: str) -> Program:
         raise ScheduleError(f"{given}: {error.strerror}") from None
     try:
         if Path(given).suffix.lower() == ".csv":
-            return from_csv(text, name=_name(given))
-        return Program.parse(text)
+            return ProgramSource(given, None, from_csv(text, name=_name(given)))
+        return ProgramSource(given, text, Program.parse(text))
+    except ProgramTextError as error:
+        raise ScheduleError(f"{given}:{error.line}:{error.column}: {error.reason}") from None
     except ScheduleError as error:
         raise ScheduleError(f"{given}: {error}") from None
 

@@ -30,10 +30,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
+from itertools import islice
 from typing import Final
 
-from adaptra.errors import ScheduleError
-from adaptra.program.routing import NUMBER, Routing
+from adaptra.errors import ProgramTextError, ScheduleError
+from adaptra.program.routing import NUMBER, Routing, TextLine
 
 FORMAT_VERSION: Final = 2
 """The newest version of the text form. A program of one pipeline has version 1."""
@@ -233,33 +234,32 @@ class Program:
         A header without ``version=`` is of version 1, a program of one pipeline.
 
         Raises:
-            ScheduleError: The text is invalid. The error names the line, the token and the expected form.
+            ProgramTextError: The text is invalid. The error has line and column, and names the token and the expected form.
         """
-        lines = [(n, line.split("#", 1)[0].strip()) for n, line in enumerate(text.splitlines(), 1)]
-        lines = [(n, line) for n, line in lines if line]
+        lines = _lines(text)
         if not lines:
-            raise ScheduleError("empty schedule: expected a line 'schedule NAME placement=0,1 microbatches=M'")
-        (number, header), *rest = lines
-        match = _HEADER.fullmatch(header) or _ROUTED_HEADER.fullmatch(header)
+            raise ProgramTextError("empty schedule: expected a line 'schedule NAME placement=0,1 microbatches=M'")
+        header, *rest = lines
+        match = _HEADER.fullmatch(header.text) or _ROUTED_HEADER.fullmatch(header.text)
         if match is None:
             expected = (
                 "'schedule NAME placement=RANK,RANK,… microbatches=M' or 'schedule NAME version=2 stages=S microbatches=M'"
             )
-            raise ScheduleError(f"line {number}: header {header!r}: expected {expected}")
+            raise header.error(f"header {header.text!r}: expected {expected}")
         name, version, microbatches = match["name"], int(match["version"] or 1), int(match["microbatches"])
         is_routed = match.re is _ROUTED_HEADER
         if version != (2 if is_routed else 1):
             expected = "version 2 with stages=, or version 1 with placement="
-            raise ScheduleError(f"line {number}: schedule version {match['version']}: this adaptra reads {expected}")
+            raise header.error(f"schedule version {match['version']}: this adaptra reads {expected}", match.start("version"))
         if not is_routed:
             placement = tuple(map(int, match["placement"].split(",")))
-            orders = tuple(_parse_order(n, line, rank, parse_op) for rank, (n, line) in enumerate(rest))
-            return Program(name, placement, microbatches, orders)
+            orders = tuple(_parse_order(line, rank, parse_op) for rank, line in enumerate(rest))
+            return _placed(header, name, placement, microbatches, orders)
         if refused := refuse_size(int(match["stages"]), microbatches):
-            raise ScheduleError(f"line {number}: {refused}")
-        split = next((i for i, (_, line) in enumerate(rest) if not line.startswith(("workers ", "route "))), len(rest))
-        routing = Routing.parse(rest[:split], int(match["stages"]), microbatches)
-        return Program(name, (), microbatches, _parse_routed_orders(rest[split:], routing), routing)
+            raise header.error(refused)
+        split = next((i for i, line in enumerate(rest) if not line.text.startswith(("workers ", "route "))), len(rest))
+        routing = Routing.parse(header, rest[:split], int(match["stages"]), microbatches)
+        return _placed(header, name, (), microbatches, _parse_routed_orders(header, rest[split:], routing), routing)
 
 
 _BACKWARD = frozenset({Kind.I, Kind.W, Kind.B})
@@ -300,23 +300,65 @@ def parse_recorded_op(token: str) -> Op:
     return _parse_routed_op(0, token) if ":" in token else parse_op(token)
 
 
-def _parse_order(number: int, line: str, rank: int, parse: Callable[[str], Op], what: str = "rank") -> tuple[Op, ...]:
-    label, *tokens = line.split()
-    if label != f"{rank}:":
-        raise ScheduleError(f"line {number}: {label!r}: expected the line of {what} {rank} to start with '{rank}:'")
+def place_in(text: str, rank: int, number: int | None) -> tuple[int, int]:
+    """Return line and column, counted from one, at which an op stands in a program's text.
+
+    Args:
+        text: A text that :meth:`Program.parse` reads.
+        rank: The rank or worker, which has a line.
+        number: The number of the op in its order, counted from zero. None for the start of the line.
+    """
+    line = next(line for line in _lines(text) if line.text.startswith(f"{rank}:"))
+    return line.number, line.column + (0 if number is None else _offset(line, number + 1))
+
+
+def _lines(text: str) -> list[TextLine]:
+    """Return the lines that say something."""
+    said = [(number, line.split("#", 1)[0]) for number, line in enumerate(text.splitlines(), 1)]
+    return [
+        TextLine(number, len(line) - len(line.lstrip()) + 1, stripped) for number, line in said if (stripped := line.strip())
+    ]
+
+
+def _offset(line: TextLine, number: int) -> int:
+    """Return how many characters stand before a word of a line; words are counted from zero."""
+    return next(islice(re.finditer(r"\S+", line.text), number, None)).start()
+
+
+def _placed(
+    header: TextLine,
+    name: str,
+    placement: tuple[int, ...],
+    microbatches: int,
+    orders: tuple[tuple[Op, ...], ...],
+    routing: Routing | None = None,
+) -> Program:
     try:
-        return tuple(map(parse, tokens))
+        return Program(name, placement, microbatches, orders, routing)
     except ScheduleError as error:
-        raise ScheduleError(f"line {number}: {error}") from None
+        raise header.error(str(error)) from None
 
 
-def _parse_routed_orders(lines: Sequence[tuple[int, str]], routing: Routing) -> tuple[tuple[Op, ...], ...]:
+def _parse_order(line: TextLine, rank: int, parse: Callable[[str], Op], what: str = "rank") -> tuple[Op, ...]:
+    label, *tokens = line.text.split()
+    if label != f"{rank}:":
+        raise line.error(f"{label!r}: expected the line of {what} {rank} to start with '{rank}:'")
+    ops: list[Op] = []
+    for token in tokens:
+        try:
+            ops.append(parse(token))
+        except ScheduleError as error:
+            raise line.error(str(error), _offset(line, len(ops) + 1)) from None
+    return tuple(ops)
+
+
+def _parse_routed_orders(header: TextLine, lines: Sequence[TextLine], routing: Routing) -> tuple[tuple[Op, ...], ...]:
     live = routing.live
     if len(lines) != len(live):
-        raise ScheduleError(f"{len(lines)} lines of ops: expected {len(live)}, one for each live worker")
+        raise header.error(f"{len(lines)} lines of ops: expected {len(live)}, one for each live worker")
     orders: list[tuple[Op, ...]] = [()] * (live[-1] + 1)
-    for worker, (number, line) in zip(live, lines, strict=True):
-        orders[worker] = _parse_order(number, line, worker, partial(_parse_routed_op, routing.replica_of(worker)), "worker")
+    for worker, line in zip(live, lines, strict=True):
+        orders[worker] = _parse_order(line, worker, partial(_parse_routed_op, routing.replica_of(worker)), "worker")
     return tuple(orders)
 
 

@@ -20,10 +20,28 @@ from functools import cached_property
 from itertools import groupby
 from typing import Final, NamedTuple
 
-from adaptra.errors import ScheduleError
+from adaptra.errors import ProgramTextError, ScheduleError
 
 NUMBER: Final = "(?:0|[1-9][0-9]{0,8})"
 """The form of every number in a program's text."""
+
+
+class TextLine(NamedTuple):
+    """A line of a program's text without its comment and the blanks around it.
+
+    Attributes:
+        number: Its number in the text, counted from one.
+        column: The column of its first character, counted from one.
+        text: What it says.
+    """
+
+    number: int
+    column: int
+    text: str
+
+    def error(self, reason: str, offset: int = 0) -> ProgramTextError:
+        """Return the error of what stands ``offset`` characters behind the line's first one."""
+        return ProgramTextError(reason, line=self.number, column=self.column + offset)
 
 
 Grid = tuple[tuple[int | None, ...], ...]
@@ -208,34 +226,35 @@ class Routing:
         yield from map(str, self.routes)
 
     @staticmethod
-    def parse(lines: Sequence[tuple[int, str]], stages: int, microbatches: int) -> Routing:
-        """Read the lines of the text form, each with its number in the file.
+    def parse(header: TextLine, lines: Sequence[TextLine], stages: int, microbatches: int) -> Routing:
+        """Read the lines of the text form, which stand behind the header.
 
         Raises:
-            ScheduleError: A line is invalid. The error names it and the expected form.
+            ProgramTextError: A line is invalid, or the lines don't fit together. The error names it and the expected form.
         """
-        if not lines or not lines[0][1].startswith("workers "):
-            raise ScheduleError("expected a line 'workers 0,1 2,-' behind the header: per replica the worker of each stage")
-        number, text = lines[0]
+        if not lines or not lines[0].text.startswith("workers "):
+            raise header.error("expected a line 'workers 0,1 2,-' behind the header: per replica the worker of each stage")
+        text = lines[0].text
         if not _WORKERS.fullmatch(text):
-            raise ScheduleError(
-                f"line {number}: {text!r}: expected per replica the worker of each stage, such as 'workers 0,1 2,-'"
-            )
+            raise lines[0].error(f"{text!r}: expected per replica the worker of each stage, such as 'workers 0,1 2,-'")
         grid = tuple(tuple(None if one == "-" else int(one) for one in path.split(",")) for path in text.split()[1:])
         if len(grid[0]) != stages:
-            raise ScheduleError(f"line {number}: replica 0 has {len(grid[0])} stages: expected {stages}, as the header says")
+            raise lines[0].error(f"replica 0 has {len(grid[0])} stages: expected {stages}, as the header says")
         routes: list[Route] = []
-        for number, text in lines[1:]:
-            match = _ROUTE.fullmatch(text)
+        for line in lines[1:]:
+            match = _ROUTE.fullmatch(line.text)
             if match is None:
-                raise ScheduleError(f"line {number}: {text!r}: expected a route such as 'route 1 0-2 by 4,5,2,7'")
+                raise line.error(f"{line.text!r}: expected a route such as 'route 1 0-2 by 4,5,2,7'")
             first = int(match["first"])
             last, step = int(match["last"] or first), int(match["step"] or 1)
             if last < first or step < 1:
-                raise ScheduleError(f"line {number}: {text!r}: expected microbatches in ascending order")
+                raise line.error(f"{line.text!r}: expected microbatches in ascending order")
             workers = tuple(map(int, match["workers"].split(",")))
             routes.append(Route(int(match["replica"]), range(first, last + 1, step), workers))
-        return Routing(grid, tuple(routes), microbatches)
+        try:
+            return Routing(grid, tuple(routes), microbatches)
+        except ScheduleError as error:
+            raise lines[0].error(str(error)) from None
 
 
 def _check_workers(workers: tuple[tuple[int | None, ...], ...]) -> None:

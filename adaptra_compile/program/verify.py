@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Final, NamedTuple
 
-from adaptra.errors import ScheduleError
+from adaptra.errors import InvalidProgramError
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import RULE, SENT_BY, WEIGHT_GRADIENT, needs, other_end
 from adaptra.program.lockstep import run_in_lockstep
@@ -66,9 +66,10 @@ class Facts:
                 if place is not None:
                     yield self.program.orders[place.rank][place.number]
 
-    def error(self, text: str) -> ScheduleError:
-        """Return the error of a broken rule: the program's name and the text."""
-        return ScheduleError(f"{self.program.name}: {text}")
+    def error(self, text: str, at: Position | int) -> InvalidProgramError:
+        """Return the error of a broken rule: the program's name and the text, with the op or the rank that it is about."""
+        rank, number = (at, None) if isinstance(at, int) else (at.rank, at.number)
+        return InvalidProgramError(f"{self.program.name}: {text}", rank=rank, number=number)
 
 
 def verify(
@@ -102,16 +103,17 @@ def verify(
             of each microbatch takes the buffers from that of the one before.
 
     Raises:
-        ScheduleError: A rule is broken. The text names the first broken rule, the op and its position, the expectation and the
-            other op. For a deadlock it names every waiting rank, its op, the op that it waits for and that op's position. It
-            also shows the grid of ranks and steps.
+        InvalidProgramError: A rule is broken. The text names the first broken rule, the op and its position, the
+            expectation and the other op. For a deadlock it names every waiting rank, its op, the op that it waits for and that
+            op's position. It also shows the grid of ranks and steps.
     """
     for rank, order in enumerate(program.orders):
         for number, op in enumerate(order):
             for check in OP_RULES:
                 problem = check(program, rank, op)
                 if problem is not None:
-                    raise ScheduleError(f"{program.name}: {op}, {Position(rank, number, program.rank_word)}: {problem}")
+                    where = Position(rank, number, program.rank_word)
+                    raise InvalidProgramError(f"{program.name}: {op}, {where}: {problem}", rank=rank, number=number)
     facts = Facts(program, _places(program), program.is_lowered, program.is_forward_only, hands_over, barrier, changing)
     for rule in PROGRAM_RULES:
         rule(facts)
@@ -190,7 +192,7 @@ def _places(program: Program) -> Mapping[Op, Position]:
             place = Position(rank, number, word)
             first = places.setdefault(op, place)
             if first is not place:
-                raise ScheduleError(f"{program.name}: {op} stands twice: {first} and {place}")
+                raise InvalidProgramError(f"{program.name}: {op} stands twice: {first} and {place}", rank=rank, number=number)
     return places
 
 
@@ -213,10 +215,9 @@ def _every_microbatch_is_complete(facts: Facts) -> None:
                 if replica is None
                 else f"replica {replica}, stage {stage}, microbatch {microbatch}"
             )
-            raise facts.error(
-                f"{where}: {program.rank_word} {program.holder(replica, stage, microbatch)} has {has or 'nothing'}: "
-                f"expected {' or '.join(expected)}"
-            )
+            rank = program.holder(replica, stage, microbatch)
+            text = f"{where}: {program.rank_word} {rank} has {has or 'nothing'}: expected {' or '.join(expected)}"
+            raise facts.error(text, rank)
 
 
 def _stages_keep_microbatch_order(facts: Facts) -> None:
@@ -228,7 +229,8 @@ def _stages_keep_microbatch_order(facts: Facts) -> None:
             if before is not None and before.microbatch > op.microbatch:
                 raise facts.error(
                     f"{op}, {place}, stands behind {before}, {facts.places[before]}: expected the {what} of a stage in "
-                    f"microbatch order, which makes results independent of the plan"
+                    f"microbatch order, which makes results independent of the plan",
+                    place,
                 )
             latest[key] = op
 
@@ -243,12 +245,14 @@ def _every_message_has_two_ends(facts: Facts) -> None:
                     rank = facts.program.holder(end.replica, end.stage, end.microbatch)
                     there = facts.places.get(other, "missing too")
                     where = f"{facts.program.rank_word} {rank}"
-                    raise facts.error(f"{end} is missing on {where}: {producer} has a message to send; {other} is {there}")
+                    text = f"{end} is missing on {where}: {producer} has a message to send; {other} is {there}"
+                    raise facts.error(text, rank)
     for op, place in facts.places.items():
         if facts.forward_only and op.kind.is_message and op.kind not in (Kind.SEND_F, Kind.RECV_F):
-            raise facts.error(f"{op}, {place}: expected no backward message, as no op computes a gradient")
+            raise facts.error(f"{op}, {place}: expected no backward message, as no op computes a gradient", place)
         if not facts.hands_over and op.kind in (Kind.SEND_W, Kind.RECV_W):
-            raise facts.error(f"{op}, {place}: expected no accumulator to be handed over, as each worker adds up its own")
+            text = f"{op}, {place}: expected no accumulator to be handed over, as each worker adds up its own"
+            raise facts.error(text, place)
 
 
 def _sends_of(facts: Facts, producer: Op) -> Iterator[Op]:
@@ -279,10 +283,11 @@ def _updates_stand_behind_gradients(facts: Facts) -> None:
                 update = Op(stage, kind, 0, None, routing.replica_of(worker))
                 place = facts.places.get(update)
                 if place is None:
-                    raise facts.error(f"worker {worker} has no {update}: expected one REDUCE and one STEP per worker and stage")
+                    text = f"worker {worker} has no {update}: expected one REDUCE and one STEP per worker and stage"
+                    raise facts.error(text, worker)
                 if before is not None and place < before:
                     there = facts.program.orders[before.rank][before.number]
-                    raise facts.error(f"{update}, {place}, stands before {there}, {before}: expected it behind")
+                    raise facts.error(f"{update}, {place}, stands before {there}, {before}: expected it behind", place)
                 before = place
 
 
@@ -292,7 +297,8 @@ def _lanes_agree(facts: Facts) -> None:
             there = facts.places[other_end(receive)]
             send = facts.program.orders[there.rank][there.number]
             if send.lane != receive.lane:
-                raise facts.error(f"{send}, {there}, but {receive}, {place}: expected both ends of a message on one lane")
+                text = f"{send}, {there}, but {receive}, {place}: expected both ends of a message on one lane"
+                raise facts.error(text, place)
 
 
 def _channels_keep_their_order(facts: Facts) -> None:
@@ -313,7 +319,8 @@ def _channels_keep_their_order(facts: Facts) -> None:
                 raise facts.error(
                     f"channel {channel[0]}→{channel[1]} {channel[2]}, message {number}: sent is {send}, {facts.places[send]}, "
                     f"but received is {receive}, {facts.places[receive]}, which {expected}, {facts.places[expected]}, sends: "
-                    f"expected messages to be received in the order in which they are sent"
+                    f"expected messages to be received in the order in which they are sent",
+                    facts.places[receive],
                 )
 
 
@@ -345,7 +352,8 @@ def _no_deadlock(facts: Facts) -> None:
             lines.append(
                 f"  {word} {rank}: {facts.program.orders[rank][number]}, op {number}, waits for {missing}, {there}{behind}"
             )
-        raise facts.error("\n".join([*lines, *(f"  {line}" for line in run.grid())]))
+        rank, (number, _) = next(iter(run.stuck.items()))
+        raise facts.error("\n".join([*lines, *(f"  {line}" for line in run.grid())]), Position(rank, number, word))
 
 
 def _arrivals(facts: Facts) -> Mapping[int, list[Op]]:

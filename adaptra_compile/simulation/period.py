@@ -94,12 +94,9 @@ def simulate_period(program: Program, case: JobCase) -> PeriodicSimulation:
             shows who waits for whom.
         CaseError: The program and the case have different replicas, stages or microbatches, or a lost worker has ops.
     """
-    routing = program.routing
-    if routing is None:
-        raise ScheduleError(f"{program.name}: a program of one pipeline: expected replicas and routes, version 2")
+    routing = check_fit(program, case)
     if program.is_forward_only:
         raise ScheduleError(f"{program.name}: no op computes a gradient: expected a training step")
-    _check_fit(program, routing, case)
     whole = with_updates(program)
     simulated = None
     with contextlib.suppress(ValueError):  # an op is misplaced or missing, which the verifier names
@@ -191,7 +188,16 @@ def unpacked(order: bytes, replica: int | None = None) -> tuple[Op, ...]:
     )
 
 
-def _check_fit(program: Program, routing: Routing, case: JobCase) -> None:
+def check_fit(program: Program, case: JobCase) -> Routing:
+    """Check that a program is of a case's size, and return its routing.
+
+    Raises:
+        ScheduleError: The program has no routing.
+        CaseError: The program and the case have different replicas, stages or microbatches, or a lost worker has ops.
+    """
+    routing = program.routing
+    if routing is None:
+        raise ScheduleError(f"{program.name}: a program of one pipeline: expected replicas and routes, version 2")
     given = routing.replicas, program.stages, program.microbatches
     expected = case.replicas, case.stages, case.microbatches
     if given != expected:
@@ -211,6 +217,7 @@ def _check_fit(program: Program, routing: Routing, case: JobCase) -> None:
     for worker in case.lost:
         if routing.stages_of(worker):
             raise CaseError(f"{program.name}: worker {worker} has stages, but {case.name} says that it is lost")
+    return routing
 
 
 def _executed(order: Iterable[Op]) -> tuple[Op, ...]:

@@ -40,7 +40,7 @@ def test_every_documented_example_prints_what_the_document_says(folder: Path, ca
     page = Page.read(DOCUMENT)
     (case,) = page.data
     Path("slow.json").write_text(case)
-    assert len(page.examples) == 30
+    assert len(page.examples) == 34
     whole_run(folder / "runs" / "1")
     for example in page.examples:
         program, *arguments = shlex.split(example.command)
@@ -61,7 +61,7 @@ def test_every_command_is_documented() -> None:
     listed = subprocess.run([sys.executable, "-m", "adaptra.cli", "--help"], capture_output=True, text=True, check=True)
     commands = re.findall(r"^    (\w+)(?: +\S.*)?$", listed.stdout, re.MULTILINE)
     assert set(commands) == set(re.findall(r"^## (\w+)$", DOCUMENT.read_text(), re.MULTILINE)) - {"Errors"}
-    assert len(commands) == 7
+    assert len(commands) == 8
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -331,10 +331,10 @@ def test_the_documented_programs_are_read_and_written_as_shown() -> None:
         ),
         ("simulate . slow.json", ".: Is a directory"),
         ("simulate binary slow.json", "binary: not text: "),
-        ("simulate slow.json slow.json", "slow.json: line 1: header "),
+        ("simulate slow.json slow.json", "slow.json:1:1: header "),
         ("simulate bad.csv slow.json", "bad.csv: row 1, column 1: "),
         ("simulate small.sched slow.json", "small.sched has stages 1, the case slow has 3: expected them to be equal"),
-        ("simulate dead.sched slow.json", "dead.sched: "),
+        ("simulate dead.sched slow.json", "dead.sched:2:1: dead: stage 0, microbatch 0: rank 0 has nothing"),
         ("simulate 1f1b v.json", "1f1b has placement 0,1,2, the case v has 0,1,0: expected them to be equal"),
         ("simulate 1f1b binary", "binary: not JSON: "),
         ("simulate 1f1b list.json", "list.json: expected a JSON object, got list"),
@@ -516,6 +516,8 @@ def test_doctor_says_what_to_install(capsys: pytest.CaptureFixture[str], monkeyp
         (["plan", "--help"], ["torch", "sympy", "matplotlib", "rich", "adaptra._C"]),
         (["simulate", "1f1b", "slow.json", "--json"], ["torch", "sympy", "matplotlib", "rich"]),
         (["plan", "slow.json"], ["torch", "matplotlib", "rich"]),
+        (["opt", "--help"], ["torch", "sympy", "matplotlib", "rich", "adaptra._C"]),
+        (["opt", "insert-comm", "1f1b", "--case", "slow.json"], ["torch", "sympy", "matplotlib", "rich"]),
     ],
 )
 def test_commands_load_only_what_they_use(folder: Path, arguments: list[str], unloaded: list[str]) -> None:

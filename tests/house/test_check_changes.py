@@ -25,7 +25,7 @@ def test_a_module_brings_its_own_tests_then_its_room_then_what_imports_it() -> N
     chosen = near("passes/split_backward.py")
     assert [path for path in chosen if not path.startswith("tests/house/")][:2] == [
         "tests/passes/test_split_backward.py",
-        "tests/passes/test_base.py",
+        "tests/passes/test_goldens.py",
     ]
     assert chosen["tests/passes/test_split_backward.py"] == Near.OWN
     assert chosen["tests/passes/test_fuse_backward.py"] == Near.ROOM

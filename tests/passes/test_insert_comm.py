@@ -43,14 +43,6 @@ def waiting_receives(program: Program) -> Iterator[int]:
         yield from most.values()
 
 
-def test_golden_ahead(golden: Callable[[str, str], None]) -> None:
-    golden("pass_insert_comm_ahead.sched", str(InsertComm(receives="ahead", ahead=2).apply(zb_h1(3, 5), TEN)))
-
-
-def test_golden_late(golden: Callable[[str, str], None]) -> None:
-    golden("pass_insert_comm_late.sched", str(InsertComm(receives="late").apply(zb_h1(3, 5), TEN)))
-
-
 def test_what_is_posted_ahead_of_need_is_told_for_any_costs() -> None:
     program, channel = gpipe(3, 12), Channel(0, 1, True)
     slow = TEN.with_latency(0, 1, 60).with_latency(1, 0, 60)
@@ -171,17 +163,6 @@ def test_the_contract_decides(contract: Contract, expected: InsertComm) -> None:
     assert InsertComm.for_contract(contract) == expected
     ahead = 7 if expected.receives == "ahead" else None
     assert InsertComm.for_contract(contract, 7) == replace(expected, ahead=ahead)
-
-
-def test_stages_of_one_rank_need_no_messages() -> None:
-    program = Program("both", (0, 0), 1, (tuple(Op(s, k, 0) for s, k in [(0, Kind.F), (1, Kind.F), (1, Kind.B), (0, Kind.B)]),))
-    assert InsertComm().apply(program, CostModel.uniform(2, 1, 1, 1)) == program
-
-
-def test_refuses_a_program_that_has_its_messages() -> None:
-    lowered = InsertComm(receives="late").apply(one_f_one_b(3, 2), TEN)
-    with pytest.raises(PassError, match=r"insert-comm: 1f1b holds SEND and RECV ops already: expected compute ops only"):
-        InsertComm().apply(lowered, TEN)
 
 
 def test_refuses_options_that_contradict() -> None:

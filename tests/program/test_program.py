@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from strategies import programs
 
 from adaptra.errors import ScheduleError
-from adaptra.program import Kind, Op, Program, parse_op
+from adaptra.program import Kind, Op, Program, parse_op, place_in
 
 TEXT = """schedule 1f1b placement=0,1 microbatches=3
 0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
@@ -29,6 +29,21 @@ def test_any_program_reads_back_equal_lanes_included(program: Program, lane: str
     again = Program.parse(str(program))
     assert again == program
     assert str(again) == str(program)
+
+
+@given(programs(), st.data())
+def test_the_place_of_an_op_in_a_text_is_where_it_stands(program: Program, data: st.DataObject) -> None:
+    blanks = st.sampled_from(["", " ", "   "])
+    lines = [f"{data.draw(blanks)}{line.replace(' ', ' ' + data.draw(blanks))}  # 0: 0F0" for line in str(program).splitlines()]
+    lines[0] = str(program).splitlines()[0]
+    text = "# a comment\n\n" + "\n".join(lines) + "\n"
+    assert Program.parse(text) == program
+    for rank, order in enumerate(program.orders):
+        for number, op in enumerate(order):
+            line, column = place_in(text, rank, number)
+            assert text.splitlines()[line - 1][column - 1 :].split()[0] == str(op)
+        line, column = place_in(text, rank, None)
+        assert text.splitlines()[line - 1][column - 1 :].startswith(f"{rank}:")
 
 
 def test_comments_and_blank_lines_are_ignored_and_the_version_may_be_named() -> None:
@@ -82,32 +97,44 @@ HEADER = "schedule x placement=0,1 microbatches=1\n"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", r"^empty schedule: expected a line 'schedule NAME placement=0,1 microbatches=M'$"),
-        ("# nothing\n\n", r"^empty schedule"),
+        ("", r"^line 1, column 1: empty schedule: expected a line 'schedule NAME placement=0,1 microbatches=M'$"),
+        ("# nothing\n\n", r"^line 1, column 1: empty schedule"),
         (
             "0: 0F0\n",
-            r"^line 1: header '0: 0F0': expected 'schedule NAME placement=RANK,RANK,… microbatches=M' or "
+            r"^line 1, column 1: header '0: 0F0': expected 'schedule NAME placement=RANK,RANK,… microbatches=M' or "
             r"'schedule NAME version=2 stages=S microbatches=M'$",
         ),
-        ("schedule x placement=0 microbatches=1 more=2\n", r"^line 1: header .*more=2"),
-        ("schedule x y placement=0 microbatches=1\n", r"^line 1: header"),
-        ("schedule x placement=0,,1 microbatches=1\n", r"^line 1: header"),
-        ("schedule x placement=00 microbatches=1\n", r"^line 1: header"),
-        ("schedule x placement=0 microbatches=١\n", r"^line 1: header"),
-        ("schedule x placement=0 microbatches=-1\n", r"^line 1: header"),
-        ("schedule x version=2 placement=0 microbatches=1\n", r"^line 1: schedule version 2: this adaptra reads version 2 "),
-        ("schedule x version=3 stages=1 microbatches=1\n", r"^line 1: schedule version 3: this adaptra reads version 2 with"),
-        ("schedule x stages=1 microbatches=1\n", r"^line 1: header"),
-        ("schedule x placement=0 microbatches=1\n0: 0:0F0\n", r"^line 2: op '0:0F0': expected STAGE KIND MICROBATCH"),
-        ("schedule x placement=0 microbatches=1\n0: 0F0 0STEP\n", r"^line 2: op '0STEP': expected STAGE KIND MICROBATCH"),
-        ("schedule x placement=0 microbatches=0\n0: 0F0\n", r"^microbatches=0: expected at least 1$"),
-        (HEADER + "0: 0F0\n2: 1F0\n", r"^line 3: '2:': expected the line of rank 1 to start with '1:'$"),
-        (HEADER + "\n0 : 0F0\n", r"^line 3: '0': expected the line of rank 0 to start with '0:'$"),
-        (HEADER + "0: 0F0 # one\n1: 1F0 1Q0\n", r"^line 3: op '1Q0': expected STAGE KIND MICROBATCH"),
-        (HEADER + "0: 0F0,0I0\n", r"^line 2: op '0F0,0I0'"),
-        (HEADER + "0: 0F0\n", r"^placement=0,1 with 1 op sequences: expected every rank 0\.\.0 to hold"),
-        (HEADER + "0: 0F0\n1: 1F0\n2: 2F0\n", r"^placement=0,1 with 3 op sequences: expected every rank 0\.\.2 to hold"),
-        ("schedule x placement=0,2 microbatches=1\n0: 0F0\n1: 1F0\n", r"^placement=0,2 with 2 op sequences"),
+        ("schedule x placement=0 microbatches=1 more=2\n", r"^line 1, column 1: header .*more=2"),
+        ("schedule x y placement=0 microbatches=1\n", r"^line 1, column 1: header"),
+        ("schedule x placement=0,,1 microbatches=1\n", r"^line 1, column 1: header"),
+        ("schedule x placement=00 microbatches=1\n", r"^line 1, column 1: header"),
+        ("schedule x placement=0 microbatches=١\n", r"^line 1, column 1: header"),
+        ("schedule x placement=0 microbatches=-1\n", r"^line 1, column 1: header"),
+        (
+            "schedule x version=2 placement=0 microbatches=1\n",
+            r"^line 1, column 20: schedule version 2: this adaptra reads version 2 ",
+        ),
+        (
+            "schedule x version=3 stages=1 microbatches=1\n",
+            r"^line 1, column 20: schedule version 3: this adaptra reads version 2 with",
+        ),
+        ("schedule x stages=1 microbatches=1\n", r"^line 1, column 1: header"),
+        ("schedule x placement=0 microbatches=1\n0: 0:0F0\n", r"^line 2, column 4: op '0:0F0': expected STAGE KIND MICROBATCH"),
+        (
+            "schedule x placement=0 microbatches=1\n0: 0F0 0STEP\n",
+            r"^line 2, column 8: op '0STEP': expected STAGE KIND MICROBATCH",
+        ),
+        ("schedule x placement=0 microbatches=0\n0: 0F0\n", r"^line 1, column 1: microbatches=0: expected at least 1$"),
+        (HEADER + "0: 0F0\n2: 1F0\n", r"^line 3, column 1: '2:': expected the line of rank 1 to start with '1:'$"),
+        (HEADER + "\n0 : 0F0\n", r"^line 3, column 1: '0': expected the line of rank 0 to start with '0:'$"),
+        (HEADER + "0: 0F0 # one\n1:   1F0 1Q0\n", r"^line 3, column 10: op '1Q0': expected STAGE KIND MICROBATCH"),
+        (HEADER + "0: 0F0,0I0\n", r"^line 2, column 4: op '0F0,0I0'"),
+        (HEADER + "0: 0F0\n", r"^line 1, column 1: placement=0,1 with 1 op sequences: expected every rank 0\.\.0 to hold"),
+        (
+            HEADER + "0: 0F0\n1: 1F0\n2: 2F0\n",
+            r"^line 1, column 1: placement=0,1 with 3 op sequences: expected every rank 0\.\.2 to hold",
+        ),
+        ("schedule x placement=0,2 microbatches=1\n0: 0F0\n1: 1F0\n", r"^line 1, column 1: placement=0,2 with 2 op sequences"),
     ],
 )
 def test_a_bad_text_is_refused_by_line_with_the_form_expected(text: str, message: str) -> None:

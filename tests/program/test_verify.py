@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from strategies import programs
 
-from adaptra.errors import ScheduleError
+from adaptra.errors import InvalidProgramError, ScheduleError
 from adaptra.program import Kind, Op, Program
 from adaptra.program.schedules import zb_h2
 from adaptra.program.verify import verify
@@ -77,6 +78,25 @@ def test_every_program_grown_by_running_it_verifies(grown: Program) -> None:
 )
 def test_a_broken_rule_names_the_op_and_both_sides(orders: list[str], message: str) -> None:
     assert refusal(program(*orders)) == message
+
+
+@pytest.mark.parametrize(
+    ("orders", "rank", "number"),
+    [
+        (["0F0 0B0 1F0", "1B0"], 0, 2),
+        (["0F0 0B0 0F0", "1F0 1B0"], 0, 2),
+        (["0F0 0B0", "1B0"], 1, None),
+        (["0F0 0SEND_F0 0B0", "1RECV_F0 1F0 1B0"], 1, None),
+        (["0F0 0SEND_F0@fast", "1RECV_F0@slow 1F0"], 1, 0),
+        (["0B0 0F0", "1F0 1B0"], 0, 0),
+    ],
+)
+def test_the_op_of_a_broken_rule_is_told_by_place(orders: list[str], rank: int, number: int | None) -> None:
+    with pytest.raises(InvalidProgramError) as error:
+        verify(program(*orders))
+    assert (error.value.rank, error.value.number) == (rank, number)
+    again = pickle.loads(pickle.dumps(error.value))
+    assert (str(again), again.rank, again.number) == (str(error.value), rank, number)
 
 
 def test_a_message_within_a_rank_is_refused() -> None:

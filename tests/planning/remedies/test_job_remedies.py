@@ -22,7 +22,7 @@ from adaptra.planning.routes.measured_jobs import measured_case
 from adaptra.planning.routes.period_bound import flow_bound
 from adaptra.program import Kind, Program
 from adaptra.program.placement import in_turn, v_shaped
-from adaptra.program.routing import Routing
+from adaptra.program.routing import Route, Routing
 from adaptra.program.verify import verify
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.job_case import JobCase
@@ -280,15 +280,17 @@ def test_workers_with_several_stages_share_and_are_gone_round(placement: tuple[i
 
 
 def test_what_changes_workers_is_counted_with_the_way_home() -> None:
-    lines = [
-        "workers 0,1 2,3",
-        "route 0 0 by 0,1",
-        "route 0 1 by 0,3",
-        "route 0 2 by 0,1",
-        "route 1 0-1 by 2,3",
-        "route 1 2 by 0,1",
-    ]
-    routing = Routing.parse(list(enumerate(lines, 1)), 2, 3)
+    routing = Routing(
+        ((0, 1), (2, 3)),
+        (
+            Route(0, range(1), (0, 1)),
+            Route(0, range(1, 2), (0, 3)),
+            Route(0, range(2, 3), (0, 1)),
+            Route(1, range(2), (2, 3)),
+            Route(1, range(2, 3), (0, 1)),
+        ),
+        3,
+    )
     assert hand_overs(routing) == 2 + 2 + 2
     assert list(moves(routing)) == [
         "1 of 3 microbatches of worker 0.1 run on 1.1",

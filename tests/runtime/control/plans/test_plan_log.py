@@ -32,7 +32,7 @@ def test_a_plan_survives_the_wire() -> None:
     [
         ({"digest": "0" * 64}, "plan 3: the program's digest is"),
         ({"program": str(one_f_one_b(2, 4))}, "plan 3: the program's digest is"),
-        ({"program": "rm -rf"}, "plan: line 1: header 'rm -rf'"),
+        ({"program": "rm -rf"}, "plan: line 1, column 1: header 'rm -rf'"),
         ({"case": {"S": 2}}, "plan: missing field 'M'"),
         ({"predicted": float("nan")}, "plan: field 'predicted': expected a finite number"),
         ({"more": 1}, "plan: unknown field 'more'"),

@@ -1,0 +1,103 @@
+"""The command ``opt``: reads a program, runs passes over it, and prints the result."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Container
+from typing import Any, NamedTuple, TypedDict
+
+from adaptra.cli.inputs import ProgramSource, read_source, source_for
+from adaptra.cli.jobs import read_job
+from adaptra.cli.output import as_json
+from adaptra.errors import PassError, ScheduleError
+from adaptra.passes import InsertComm, PassPipeline, parse_pipeline
+from adaptra.program import Program
+from adaptra.program.schedules import GENERATORS, PLACED
+from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.period import check_fit
+
+
+class _VerifierArguments(TypedDict, total=False):
+    """What :func:`adaptra.program.verify.verify` gets to know of several replicas."""
+
+    hands_over: bool
+    barrier: bool
+    changing: Container[int]
+
+
+class _Input(NamedTuple):
+    """A program, and what the case says about it. Without a case there are no costs."""
+
+    source: ProgramSource
+    cost: CostModel | None
+    facts: _VerifierArguments
+
+
+def run_opt(options: Namespace) -> str:
+    """Run the command ``opt`` and return its standard output.
+
+    Raises:
+        AdaptraError: Wrong input.
+    """
+    pipeline = _pipeline(options)
+    source, cost, facts = _read(options)
+    source.verify(**facts)
+    if pipeline is None:
+        return as_json(_size(source.program)) if options.json else _verified(source)
+    _check_case(pipeline, source.program, cost, facts)
+    # Passes that use no costs get some, which decide nothing.
+    program = pipeline.apply(source.program, cost or CostModel.uniform(source.program.stages, 1, 1, 1), **facts)
+    if options.json:
+        return as_json({**_size(program), "passes": str(pipeline), "program": str(program)})
+    return str(program)
+
+
+def _pipeline(options: Namespace) -> PassPipeline | None:
+    if options.verify_only:
+        if options.passes is not None:
+            raise PassError(f"--verify-only with {options.passes}: expected no passes, as none is run")
+        return None
+    if options.passes is None:
+        raise PassError("opt: expected PASSES before PROGRAM, such as split-backward, or --verify-only")
+    return parse_pipeline(options.passes)
+
+
+def _read(options: Namespace) -> _Input:
+    if options.case is None:
+        if options.program in (*GENERATORS, *PLACED):
+            raise ScheduleError(f"{options.program}: a schedule of the case's size: expected --case CASE, or a file")
+        return _Input(read_source(options.program), None, {})
+    job = read_job(options)
+    if job is None:
+        case = Case.load(options.case)
+        return _Input(source_for(options.program, case), case.cost, {})
+    source = read_source(options.program)
+    check_fit(source.program, job)
+    facts: _VerifierArguments = {"hands_over": job.hands_over, "barrier": job.barrier, "changing": job.changing}
+    return _Input(source, job.cost, facts)
+
+
+def _check_case(pipeline: PassPipeline, program: Program, cost: CostModel | None, facts: _VerifierArguments) -> None:
+    """Refuse passes that need what the case does not say."""
+    fold = "handover" if facts.get("hands_over", True) else "contributions"
+    for step in pipeline.passes:
+        if cost is None and step.uses_cost:
+            raise PassError(f"{step}: the result depends on costs: expected --case CASE")
+        if program.routing is not None and isinstance(step, InsertComm) and step.fold != fold:
+            raise PassError(f"{step}: fold={fold} in the case, or without one: expected the same")
+
+
+def _size(program: Program) -> dict[str, Any]:
+    return {
+        "name": program.name,
+        "stages": program.stages,
+        "ranks": program.ranks,
+        "microbatches": program.microbatches,
+        "ops": sum(map(len, program.orders)),
+    }
+
+
+def _verified(source: ProgramSource) -> str:
+    program, ops = source.program, sum(map(len, source.program.orders))
+    size = f"{program.stages} stages, {program.ranks} {program.rank_word}s, {program.microbatches} microbatches, {ops} ops"
+    return f"{source.name}: {program.name} is a program that its {program.rank_word}s can execute: {size}\n"
