@@ -11,7 +11,7 @@ import re
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 from adaptra import __version__
 from adaptra.errors import AdaptraError
