@@ -228,7 +228,7 @@ def _size(case: JobCase) -> str:
 def _lowered(program: Program, case: JobCase) -> Program:
     from adaptra.passes import parse_pipeline
 
-    pipeline = parse_pipeline(f"insert-comm{{fold={'handover' if case.hands_over else 'contributions'}}}")
+    pipeline = parse_pipeline(f"insert-comm{{fold={case.fold}}}")
     return pipeline.apply(program, case.cost, hands_over=case.hands_over, barrier=case.barrier)
 
 

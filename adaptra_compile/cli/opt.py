@@ -26,11 +26,12 @@ class _VerifierArguments(TypedDict, total=False):
 
 
 class _Input(NamedTuple):
-    """A program, and what the case says about it. Without a case there are no costs."""
+    """A program, and what the case says about it. Without a case there are no costs, and accumulators are handed over."""
 
     source: ProgramSource
     cost: CostModel | None
     facts: _VerifierArguments
+    fold: str = "handover"
 
 
 def run_opt(options: Namespace) -> str:
@@ -40,11 +41,11 @@ def run_opt(options: Namespace) -> str:
         AdaptraError: Wrong input.
     """
     pipeline = _pipeline(options)
-    source, cost, facts = _read(options)
+    source, cost, facts, fold = _read(options)
     source.verify(**facts)
     if pipeline is None:
         return as_json(_size(source.program)) if options.json else _verified(source)
-    _check_case(pipeline, source.program, cost, facts)
+    _check_case(pipeline, source.program, cost, fold)
     # Passes that use no costs get some, which decide nothing.
     program = pipeline.apply(source.program, cost or CostModel.uniform(source.program.stages, 1, 1, 1), **facts)
     if options.json:
@@ -74,12 +75,11 @@ def _read(options: Namespace) -> _Input:
     source = read_source(options.program)
     check_fit(source.program, job)
     facts: _VerifierArguments = {"hands_over": job.hands_over, "barrier": job.barrier, "changing": job.changing}
-    return _Input(source, job.cost, facts)
+    return _Input(source, job.cost, facts, job.fold)
 
 
-def _check_case(pipeline: PassPipeline, program: Program, cost: CostModel | None, facts: _VerifierArguments) -> None:
+def _check_case(pipeline: PassPipeline, program: Program, cost: CostModel | None, fold: str) -> None:
     """Refuse passes that need what the case does not say."""
-    fold = "handover" if facts.get("hands_over", True) else "contributions"
     for step in pipeline.passes:
         if cost is None and step.uses_cost:
             raise PassError(f"{step}: the result depends on costs: expected --case CASE")

@@ -149,6 +149,11 @@ class JobCase:
         return not self.lost and not self.slow
 
     @property
+    def fold(self) -> str:
+        """The form of ``hands_over`` in files and in the options of passes: ``handover`` or ``contributions``."""
+        return "handover" if self.hands_over else "contributions"
+
+    @property
     def stages(self) -> int:
         """The number of stages of each replica."""
         return self.cost.stages
@@ -268,7 +273,7 @@ class JobCase:
             "slow": {str(worker): value for worker, value in self.slow.items()},
             "lost": [self.place_of(worker) for worker in sorted(self.lost)],
             "handover": self.hand_over,
-            "fold": "handover" if self.hands_over else "contributions",
+            "fold": self.fold,
             "mem_cap": None if self.memory is None else list(self.memory),
             "placement": placement_lists(self.placement),
             "barrier": self.barrier,
