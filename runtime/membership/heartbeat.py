@@ -113,12 +113,10 @@ class HeartbeatProtocol:
         ):
             return 0.0
         is_awaited = not view.is_settled or (written.state is not State.RUNNING and view.phase is not Phase.KNOWN)
-        if (is_awaited or self._lacks_the_host()) and self._now() < self._hurry_until:
-            return self._timing.hurry_interval(len(view.others) + 1)
+        hurries = (is_awaited or self._lacks_the_host()) and self._now() < self._hurry_until
         # A process that is gone is lost as soon as its silence is certain, not a heartbeat later.
-        if any(self._sign(rank).is_gone for rank in self.silent):
-            return self._timing.hurry_interval(len(view.others) + 1)
-        return self._timing.interval
+        hurries = hurries or any(self._sign(rank).is_gone for rank in self.silent)
+        return self._timing.hurry_interval(len(view.others) + 1) if hurries else self._timing.interval
 
     def _lacks_the_host(self) -> bool:
         """Return True if the store's host can't be asked yet. Its announcement can't be read once it is frozen."""

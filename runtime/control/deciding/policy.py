@@ -385,7 +385,7 @@ class Policy:
     def _conclude(self, outcome: PlanningOutcome, current: Plan, step: int, now: float) -> list[Action]:
         actions: list[Action] = []
         before, plan = outcome.before, outcome.plan
-        undecided, self._undecided = self._undecided, None
+        self._undecided = None
         if outcome.remedies is not None:
             actions.append(self._event(EventKind.LIMITED, step, current, str(outcome.remedies)))
         if outcome.error is not None:
@@ -402,7 +402,7 @@ class Policy:
         elif steps := _steps_to_wait(outcome.detection, math.inf if is_plainer else before - plan.predicted):
             detection = outcome.detection
             self._postponed = _Postponed(plan, before, detection.step + steps, current.program, detection)
-            self._undecided = undecided
+            self._undecided = detection
             text = f"{_why_postponed(outcome.detection, plan, before)} {steps} steps after step {outcome.detection.step}"
             actions.append(self._event(EventKind.KEPT, self._observed, current, text, before, before))
         else:
