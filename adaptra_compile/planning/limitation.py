@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from adaptra.passes.adapt_order import search
+from adaptra.planning.timing import cause_of
 from adaptra.program import Program
 from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.simulate import Bound, BoundKind, Simulation, lower_bound, simulate
+from adaptra.simulation.simulate import Simulation, lower_bound, simulate
 from adaptra.simulation.timeline import MessageInterval
 
 EFFORT: Final = 200_000
@@ -114,19 +115,6 @@ def _again(program: Program, case: Case, effort: int) -> Program:
     """Return a plan that is no longer than ``program``, if ``program`` is within the memory limits."""
     fused = any(op.kind.value == "B" for order in program.orders for op in order)
     return search(case, None, incumbent=None if fused else program, effort=effort)
-
-
-def cause_of(bound: Bound) -> str:
-    """Return a description of the cause of a bound, for people."""
-    match bound.kind:
-        case BoundKind.LOAD | BoundKind.ONE_MACHINE:
-            return f"the load of {bound.where}"
-        case BoundKind.DRAIN | BoundKind.CHAIN:
-            return f"the critical path through {bound.where}"
-        case BoundKind.MEMORY | BoundKind.IDLE:
-            return f"the memory of {bound.where} and the way to the last stage and back"
-        case BoundKind.LINK_FORWARD | BoundKind.LINK_BACKWARD:
-            return f"the bandwidth of {bound.where}"
 
 
 def _changes(simulation: Simulation) -> Iterator[tuple[str, CostModel]]:

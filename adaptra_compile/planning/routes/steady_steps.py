@@ -14,7 +14,7 @@ from adaptra.passes.adapt_order import ADAPTED, LEAST_EFFORT, LEAST_ROUNDS, UNLI
 from adaptra.passes.split_backward import SplitBackward
 from adaptra.planning.planner import plan
 from adaptra.planning.routes.period_bound import PeriodBound, PeriodBoundKind, period_bound
-from adaptra.planning.timing import MAKESPAN, InFlight, Timing
+from adaptra.planning.timing import MAKESPAN, InFlight, StepBound, Timing
 from adaptra.program import Op, Program
 from adaptra.program.dependencies import RULE
 from adaptra.program.placement import has_several, stages_of
@@ -54,6 +54,11 @@ class SteadySteps:
         """Return a period that no program of a case is below."""
         return pipeline_bound(case).value
 
+    def binds(self, case: Case) -> StepBound:
+        """Return the same with its cause."""
+        bound = pipeline_bound(case)
+        return StepBound(bound.value, f"{bound.value:g} ({bound.kind.value}, {bound.where})", _cause_of(bound))
+
     def plan(
         self,
         case: Case,
@@ -79,7 +84,7 @@ class SteadySteps:
             seed=seed,
         )
         left = None if ends is None else ends - time.perf_counter()
-        programs = [first] if incumbent is None else [first, _split(incumbent, case.cost)]
+        programs: list[Program | None] = [first, None if incumbent is None else _split(incumbent, case.cost)]
         if left is None or left > 0:
             limits = in_flight if in_flight is None or isinstance(in_flight, int) else tuple(in_flight)
             programs.append(self._search(case, limits, effort, 0.0, first, seed, left))
@@ -178,6 +183,19 @@ def pipeline_bound(case: Case) -> PeriodBound:
     found = period_bound(job, Routing.at_home(case.placement, 1, case.microbatches))
     of_ranks = PeriodBound(found.value, found.kind, found.where.replace("worker", "rank").replace("link", "link of ranks"))
     return max((of_ranks, *_of_memory(case), *_of_shared_edges(case)), key=lambda one: one.value)
+
+
+def _cause_of(bound: PeriodBound) -> str:
+    """Return a description of the cause of a bound, for people."""
+    match bound.kind:
+        case PeriodBoundKind.WORK | PeriodBoundKind.BARRIER:
+            return f"the load of {bound.where}"
+        case PeriodBoundKind.FILL | PeriodBoundKind.MEMORY:
+            return f"the memory of {bound.where} and the way to the last stage and back"
+        case PeriodBoundKind.PATH:
+            return f"the way to {bound.where} and back within a step"
+        case PeriodBoundKind.LINK | PeriodBoundKind.PORT:
+            return f"the bandwidth of {bound.where}"
 
 
 def _held(case: Case, rank: int) -> float:

@@ -38,7 +38,9 @@ def uneven(number: int) -> Case:
     times = [tuple(round(draw.uniform(0.6, 1.4), 2) for _ in range(stages)) for _ in range(3)]
     delays = [tuple(round(draw.choice((0.0, 0.3, 1.0, 2.0)) * draw.random(), 2) for _ in range(stages - 1)) for _ in range(4)]
     limit = draw.choice((None, stages, 1.5 * stages, 2.0 * stages))
-    cost = CostModel(*times, *delays, memory_limit=None if limit is None else (float(limit),) * stages)
+    (forward, input_grad, weight_grad), edges = times, delays
+    cost = CostModel(forward, input_grad, weight_grad, edges[0], edges[1], edges[2], edges[3])
+    cost = replace(cost, memory_limit=None if limit is None else (float(limit),) * stages)
     return Case(cost, microbatches, tuple(range(stages)), f"uneven {number}")
 
 
@@ -51,7 +53,7 @@ def test_the_period_of_a_program_is_that_of_a_job_of_one_replica(program: Progra
     number = st.floats(0, 5)
     stages = program.stages
     drawn = [tuple(times.draw(st.tuples(*(number,) * count))) for count in (stages,) * 3 + (stages - 1,) * 4]
-    cost = CostModel(*drawn)
+    cost = CostModel(drawn[0], drawn[1], drawn[2], drawn[3], drawn[4], drawn[5], drawn[6])
     # Between stages of one worker a job's messages take no time, those of one pipeline do.
     assume(len(set(program.placement)) == stages or not any(map(any, drawn[3:])))
     case = Case(cost, program.microbatches, program.placement)
