@@ -39,6 +39,7 @@ from adaptra.known_keywords import known_keywords
 from adaptra.planning.explaining.explanation import explain
 from adaptra.planning.explaining.job_explanation import explain_job
 from adaptra.planning.layouts.layout_change import RoleChange, SplitChange
+from adaptra.planning.routes.steady_steps import timing_of
 from adaptra.program.roles import Roles
 from adaptra.program.routing import Route, Routing
 from adaptra.report import drawing, perfetto, picture, step_picture
@@ -694,7 +695,10 @@ class Pipeline(ModuleMethods):
         return next((worker.reduces for worker in workers if worker.controller.coordinates), workers[0].reduces)
 
     def explain(self, *, equations: bool = False) -> str:
-        """Explain the plan: its makespan, what limits it and what would help; with ``equations`` also the bubble equations.
+        """Explain the plan: its period and makespan, what limits it and what would help; with ``equations`` also the equations.
+
+        The period counts: the time of a step among others in a row. Once ranks are seen to meet between steps, as in
+        ``clip_grad_norm_``, the makespan counts. A table shows it for less and for more memory.
 
         The first line says which times are meant. On the rank of the first stage they are those measured last, also where no
         plan was made for them. Other ranks know those for which the plan was made.
@@ -731,6 +735,7 @@ class Pipeline(ModuleMethods):
             spread=plan.delegated,
             rounded=plan.rounded,
             unit="seconds",
+            timing=timing_of(barrier=plan.case.barrier),
         )
         difference = self._require().compiled.difference
         return which + ("" if difference is None else f"{difference}\n") + explanation.text(equations=equations)

@@ -6,6 +6,7 @@ Steps in a row overlap: a rank begins its next step as soon as it has ended the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -114,7 +115,8 @@ class Makespan:
     def binds(self, case: Case) -> StepBound:
         """Return the same with its cause."""
         bound = lower_bound(case)
-        return StepBound(bound.value, str(bound), cause_of(bound))
+        cause = f"the memory of {bound.where}" if math.isinf(bound.value) else cause_of(bound)
+        return StepBound(bound.value, str(bound), cause)
 
     def plan(
         self,

@@ -57,7 +57,8 @@ class SteadySteps:
     def binds(self, case: Case) -> StepBound:
         """Return the same with its cause."""
         bound = pipeline_bound(case)
-        return StepBound(bound.value, f"{bound.value:g} ({bound.kind.value}, {bound.where})", _cause_of(bound))
+        cause = f"the memory of {bound.where}" if math.isinf(bound.value) else _cause_of(bound)
+        return StepBound(bound.value, f"{bound.value:g} ({bound.kind.value}, {bound.where})", cause)
 
     def plan(
         self,
