@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from adaptra.passes.adapt_order import ADAPTED, LEAST_EFFORT, LEAST_ROUNDS
-from adaptra.planning.timing import MAKESPAN, Timing
+from adaptra.planning.timing import MAKESPAN, StepTiming
 from adaptra.program import Program
 from adaptra.renamed import former_keyword
 from adaptra.simulation.cost import MEMORY_TOLERANCE, Case
@@ -38,7 +38,7 @@ def plan_least_memory(
     in_flight: int | Sequence[int] | None = None,
     incumbent: Program | None = None,
     within: float = WITHIN,
-    timing: Timing = MAKESPAN,
+    timing: StepTiming = MAKESPAN,
 ) -> Program:
     """Find the program of least memory among those hardly longer than the best one found.
 
@@ -59,7 +59,7 @@ def plan_least_memory(
     return _Descent(case, limits, timing.of(best, case.cost) * (1.0 + within), timing).descend(best)
 
 
-def spare_memory(case: Case, program: Program, at_most: float, timing: Timing = MAKESPAN) -> Program:
+def spare_memory(case: Case, program: Program, at_most: float, timing: StepTiming = MAKESPAN) -> Program:
     """Save memory by starting forwards later, as far as the time stays within ``at_most``.
 
     This is much faster than a search. No rank needs more memory than before.
@@ -86,7 +86,7 @@ class _Descent:
     case: Case
     in_flight: int | tuple[int, ...] | None
     at_most: float
-    timing: Timing
+    timing: StepTiming
 
     def descend(self, best: Program) -> Program:
         """Return the program of lowest memory that the search finds from the best program."""

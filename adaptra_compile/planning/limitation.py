@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
-from adaptra.planning.timing import MAKESPAN, Timing
+from adaptra.planning.timing import MAKESPAN, StepTiming
 from adaptra.program import Program
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.simulate import Simulation
@@ -77,7 +77,7 @@ class Limitation:
         }
 
 
-def what_limits(simulation: Simulation, timing: Timing = MAKESPAN) -> Limitation:
+def what_limits(simulation: Simulation, timing: StepTiming = MAKESPAN) -> Limitation:
     """Find the limit of a compute-only plan, and the savings by more memory, a faster edge or a faster stage.
 
     Each change is planned for, from the best plan without it. The savings are those of the plans found, so a longer search may
@@ -114,7 +114,7 @@ def what_limits(simulation: Simulation, timing: Timing = MAKESPAN) -> Limitation
     )
 
 
-def _again(timing: Timing, program: Program, case: Case, effort: int) -> Program:
+def _again(timing: StepTiming, program: Program, case: Case, effort: int) -> Program:
     """Return a plan that is no longer than ``program``, if ``program`` is within the memory limits."""
     fused = any(op.kind.value == "B" for order in program.orders for op in order)
     return timing.search(case, None, incumbent=None if fused else program, effort=effort)

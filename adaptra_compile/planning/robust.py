@@ -17,7 +17,7 @@ from typing import Final
 from adaptra.equations.warm_up import in_flight_limits
 from adaptra.errors import PlanError
 from adaptra.planning.published import paper_rule, uniform_slack
-from adaptra.planning.timing import MAKESPAN, Timing
+from adaptra.planning.timing import MAKESPAN, StepTiming
 from adaptra.program import Program
 from adaptra.program.placement import has_several
 from adaptra.program.schedules import GENERATORS, generate
@@ -70,7 +70,7 @@ def robust_plan(
     incumbent: Program | None = None,
     effort: int | None = None,
     budget: float | None = None,
-    timing: Timing = MAKESPAN,
+    timing: StepTiming = MAKESPAN,
 ) -> RobustPlan:
     """Find the best plan over scenarios.
 

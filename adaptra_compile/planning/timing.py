@@ -41,7 +41,7 @@ class StepBound:
         return self.text
 
 
-class Timing(Protocol):
+class StepTiming(Protocol):
     """A time of a program that plans make short."""
 
     @property

@@ -15,7 +15,7 @@ from adaptra.planning.explaining.memory_table import MemoryPoint, time_by_memory
 from adaptra.planning.limitation import Limitation, what_limits
 from adaptra.planning.remedies.bandwidth_remedies import BandwidthOptions, Edge, Remedies, find_remedies
 from adaptra.planning.routes.steady_steps import PERIOD
-from adaptra.planning.timing import MAKESPAN, StepBound, Timing
+from adaptra.planning.timing import MAKESPAN, StepBound, StepTiming
 from adaptra.program import Kind, Program
 from adaptra.simulation.cost import MEMORY_TOLERANCE, Case, CostModel
 from adaptra.simulation.simulate import Bound, lower_bound, simulate
@@ -202,7 +202,7 @@ def explain(
     spread: Sequence[Edge] = (),
     rounded: Sequence[Edge] = (),
     unit: str = "",
-    timing: Timing = MAKESPAN,
+    timing: StepTiming = MAKESPAN,
 ) -> Explanation:
     """Fill the bubble equations with the numbers of a plan.
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from adaptra.errors import PlanError
 from adaptra.planning.limitation import EFFORT
-from adaptra.planning.timing import Timing
+from adaptra.planning.timing import StepTiming
 from adaptra.program import Program
 from adaptra.simulation.cost import MEMORY_TOLERANCE, Case
 from adaptra.simulation.simulate import simulate
@@ -41,7 +41,7 @@ class MemoryPoint:
         return {"held": self.held, "time": self.time, "is_own": self.is_own, "is_over": self.is_over}
 
 
-def time_by_memory(case: Case, program: Program, timing: Timing) -> tuple[MemoryPoint, ...]:
+def time_by_memory(case: Case, program: Program, timing: StepTiming) -> tuple[MemoryPoint, ...]:
     """Return the plan and others of less and of more memory, the least first. More memory always brings a shorter step.
 
     Those that hold more than the case's limits are among them. Of a large program there is none but itself.
@@ -62,7 +62,7 @@ def time_by_memory(case: Case, program: Program, timing: Timing) -> tuple[Memory
     return tuple(kept)
 
 
-def _others(case: Case, held: float, timing: Timing) -> Iterator[MemoryPoint]:
+def _others(case: Case, held: float, timing: StepTiming) -> Iterator[MemoryPoint]:
     for share in SHARES:
         limit = (share * held,) * len(set(case.placement))
         limited = replace(case, cost=replace(case.cost, memory_limit=limit))
@@ -74,6 +74,6 @@ def _others(case: Case, held: float, timing: Timing) -> Iterator[MemoryPoint]:
             yield _point(case, program, timing)
 
 
-def _point(case: Case, program: Program, timing: Timing, *, is_own: bool = False) -> MemoryPoint:
+def _point(case: Case, program: Program, timing: StepTiming, *, is_own: bool = False) -> MemoryPoint:
     found = simulate(program, case.cost)
     return MemoryPoint(max(found.peak_memory), timing.of(program, case.cost), is_own, bool(found.over_memory))

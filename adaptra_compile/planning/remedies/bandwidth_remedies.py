@@ -17,7 +17,7 @@ from adaptra.planning.layouts.choose_roles import LEAST_GAIN
 from adaptra.planning.layouts.layout_change import SplitChange
 from adaptra.planning.limitation import EFFORT
 from adaptra.planning.routes.steady_steps import timing_of
-from adaptra.planning.timing import MAKESPAN, StepBound, Timing
+from adaptra.planning.timing import MAKESPAN, StepBound, StepTiming
 from adaptra.program import Program
 from adaptra.program.placement import Edge
 from adaptra.simulation.cost import Case, CostModel
@@ -158,7 +158,7 @@ def find_remedies(
     rounded: Sequence[Edge] = (),
     *,
     bandwidth: BandwidthOptions,
-    timing: Timing = MAKESPAN,
+    timing: StepTiming = MAKESPAN,
 ) -> Remedies | None:
     """Find the remedies for the edges whose bandwidth limits a case.
 
@@ -293,7 +293,7 @@ def _split(move: MovedCut) -> str:
 
 
 def _choice(
-    timing: Timing,
+    timing: StepTiming,
     case: Case,
     program: Program,
     remedy: Remedy,

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
 from adaptra import _C
 from adaptra.equations.warm_up import in_flight_limits
 from adaptra.passes.adapt_order import ADAPTED, LEAST_EFFORT, LEAST_ROUNDS, UNLIMITED, search
-from adaptra.passes.split_backward import SplitBackward
-from adaptra.planning.planner import plan
+from adaptra.planning.planner import plan, with_split_backwards
 from adaptra.planning.routes.period_bound import PeriodBound, PeriodBoundKind, period_bound
-from adaptra.planning.timing import MAKESPAN, InFlight, StepBound, Timing
+from adaptra.planning.timing import MAKESPAN, InFlight, StepBound, StepTiming
 from adaptra.program import Op, Program
 from adaptra.program.dependencies import RULE
 from adaptra.program.placement import has_several, stages_of
@@ -28,7 +27,7 @@ from adaptra.simulation.simulate import simulate
 _FOR_MAKESPAN: Final = 0.3
 """The part of a budget for the search by makespan, whose best program the search by period starts from."""
 
-_SMALL: Final = 4096
+_SMALL: Final = 512
 """Stages times microbatches of the largest pipelines for which published schedules are tried."""
 
 _DIVISOR: Final = 8
@@ -84,12 +83,19 @@ class SteadySteps:
             budget=None if budget is None else _FOR_MAKESPAN * budget,
             seed=seed,
         )
-        left = None if ends is None else ends - time.perf_counter()
-        programs: list[Program | None] = [first, None if incumbent is None else _split(incumbent, case.cost)]
-        if left is None or left > 0:
-            limits = in_flight if in_flight is None or isinstance(in_flight, int) else tuple(in_flight)
-            programs.append(self._search(case, limits, effort, 0.0, first, seed, left))
-        return _shortest(case, in_flight, programs)
+        if ends is not None and incumbent is None and time.perf_counter() >= ends:
+            return first
+        contest = _Contest(case, in_flight)
+        contest.enter(first)
+        if incumbent is not None:
+            contest.enter(with_split_backwards(incumbent, case.cost))
+        if not contest.is_won() and (ends is None or time.perf_counter() < ends):
+            seconds = None if ends is None else ends - time.perf_counter()
+            contest.enter(_searched(case, effort, contest.bound, contest.best or first, seed, seconds))
+        if ends is None and not contest.is_won():
+            for program in _published(case):
+                contest.enter(program)
+        return contest.best or first
 
     def search(
         self,
@@ -106,13 +112,16 @@ class SteadySteps:
         Both searches have a part of the effort only, since they find hardly more with all of it.
         """
         short = (_effort(case) if effort is None else effort) // _DIVISOR
-        found = self._search(case, in_flight, short, enough, start or incumbent, 0, None)
-        programs = [program for program in (found, incumbent) if program is not None]
-        best = _shortest(case, in_flight, programs) if programs else None
-        if best is not None and self.of(best, case.cost) <= max(enough, self.bound(case) * (1 + _EQUAL)):
-            return best
+        contest = _Contest(case, in_flight)
+        for program in (start, incumbent):
+            contest.enter(program)
+        if not contest.is_won(enough):
+            contest.enter(_searched(case, short, max(enough, contest.bound), start or incumbent, 0, None))
+        if contest.best is not None and contest.is_won(enough):
+            return contest.best
         other = search(case, in_flight, effort=short, enough=enough, start=start, incumbent=incumbent)
-        return _shortest(case, in_flight, [other, *programs])
+        contest.enter(other)
+        return contest.best or other
 
     def spared(self, case: Case, program: Program, at_most: float, effort: int) -> tuple[tuple[Op, ...], ...]:
         """Return orders within the period ``at_most`` that hold less memory."""
@@ -134,34 +143,12 @@ class SteadySteps:
             needed[case.placement[stage]] = max(most, turns * (1 - _EQUAL))
         return tuple(needed)
 
-    def _search(
-        self,
-        case: Case,
-        in_flight: int | tuple[int, ...] | None,
-        effort: int | None,
-        enough: float,
-        start: Program | None,
-        seed: int,
-        seconds: float | None,
-    ) -> Program | None:
-        """Return the program that the search by period finds; None if it finds none."""
-        if not _has_search(case):
-            return None
-        bound = self.bound(case)
-        if start is not None and _fits(case, in_flight, start) and self.of(start, case.cost) <= bound * (1 + _EQUAL):
-            return start
-        if effort is None:
-            effort = UNLIMITED if seconds is not None else _effort(case)
-        orders = None if start is None else _C.to_orders(start.orders)
-        found = _C.search_period_of(case, effort, seed, seconds, max(enough, bound), orders)
-        return None if found is None else Program(ADAPTED, case.placement, case.microbatches, found[1])
-
 
 PERIOD: Final = SteadySteps()
 """The period, for steps in a row without a barrier."""
 
 
-def timing_of(*, barrier: bool) -> Timing:
+def timing_of(*, barrier: bool) -> StepTiming:
     """Return what plans make short: the makespan if every step is behind a barrier, otherwise the period."""
     return MAKESPAN if barrier else PERIOD
 
@@ -265,38 +252,52 @@ def _has_search(case: Case) -> bool:
     return not case.cost.half_duplex and case.cost.blocking is Blocking.NONE
 
 
-def _split(program: Program, cost: CostModel) -> Program:
-    return SplitBackward().apply(program, cost)
+def _searched(
+    case: Case, effort: int | None, enough: float, start: Program | None, seed: int, seconds: float | None
+) -> Program | None:
+    """Return the program that the search by period finds; None if it finds none, or does not know the communication."""
+    if not _has_search(case):
+        return None
+    if effort is None:
+        effort = UNLIMITED if seconds is not None else _effort(case)
+    orders = None if start is None else _C.to_orders(start.orders)
+    found = _C.search_period_of(case, effort, seed, seconds, enough, orders)
+    return None if found is None else Program(ADAPTED, case.placement, case.microbatches, found[1])
 
 
-def _fits(case: Case, in_flight: InFlight, program: Program) -> bool:
-    limits = in_flight_limits(in_flight, case.cost.stages, case.microbatches)
-    found = simulate(program, case.cost)
-    return not found.over_memory and not any(map(int.__gt__, found.peak_in_flight, limits))
+class _Contest:
+    """The shortest period within the limits, of the programs so far; of equal ones the shortest makespan, or the first.
 
-
-def _shortest(case: Case, in_flight: InFlight, programs: Iterable[Program | None]) -> Program:
-    """Return the program with the shortest period within the limits, the first if several are equal in makespan too.
-
-    Published schedules are tried where these don't reach the bound. The first program is taken if none is within the limits.
+    Attributes:
+        bound: The bound of the period.
+        best: The program, or None.
     """
-    known = list(dict.fromkeys(program for program in programs if program is not None))
-    fitting = [program for program in known if _fits(case, in_flight, program)]
-    if not fitting:
-        return known[0]
-    best = min(fitting, key=lambda program: _times(program, case))
-    if PERIOD.of(best, case.cost) <= pipeline_bound(case).value * (1 + _EQUAL):
-        return best
-    published = [program for program in _published(case) if _fits(case, in_flight, program)]
-    return min([best, *published], key=lambda program: _times(program, case))
 
+    def __init__(self, case: Case, in_flight: InFlight) -> None:
+        self.bound = pipeline_bound(case).value
+        self.best: Program | None = None
+        self._case = case
+        self._limits = in_flight_limits(in_flight, case.cost.stages, case.microbatches)
+        self._times = math.inf, math.inf
 
-def _times(program: Program, case: Case) -> tuple[float, float]:
-    return PERIOD.of(program, case.cost), simulate(program, case.cost).makespan
+    def enter(self, program: Program | None) -> None:
+        """Take a program with I and W, if there is one."""
+        if program is None or program is self.best:
+            return
+        found = simulate(program, self._case.cost)
+        if found.over_memory or any(map(int.__gt__, found.peak_in_flight, self._limits)):
+            return
+        times = PERIOD.of(program, self._case.cost), found.makespan
+        if times < self._times:
+            self.best, self._times = program, times
+
+    def is_won(self, enough: float = 0.0) -> bool:
+        """Return whether the best period is short enough, or at the bound."""
+        return self._times[0] <= max(enough, self.bound * (1 + _EQUAL))
 
 
 def _published(case: Case) -> Iterator[Program]:
     stages = case.cost.stages
     if case.placement == tuple(range(stages)) and stages * case.microbatches <= _SMALL:
         for name in GENERATORS:
-            yield _split(generate(name, stages, case.microbatches), case.cost)
+            yield with_split_backwards(generate(name, stages, case.microbatches), case.cost)

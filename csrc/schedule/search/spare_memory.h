@@ -8,8 +8,8 @@
 
 namespace adaptra::schedule {
 
-// Puts forwards off, and runs weight gradients before them, while the time is at most `at_most`: with one step the makespan,
-// with more the period over so many in a row. First it lowers the most that any rank holds, then what each rank holds. The
+// Puts forwards off, and runs weight gradients before them, while the time is at most `at_most`. With one step that is the
+// makespan, with more the period over so many in a row. First it lowers the most that any rank holds, then what each rank holds. The
 // orders' F, I and W are each in microbatch order. The result holds no more than `orders` on any rank and stage; it is `orders`
 // where these can't be improved.
 //

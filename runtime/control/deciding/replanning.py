@@ -119,10 +119,11 @@ class Planning:
         return fmean(times, weights)
 
     def lowered_anew(self, current: Plan, detection: Detection) -> Plan | None:
-        """The running program with its receives posted in time for the detected costs, or with the seconds of a step that
-        holds now: behind a barrier, or no more.
+        """The running program with its receives posted in time for the detected costs.
 
-        None if they are posted in time already, and if late receives may cost less than steps scatter by themselves. A late
+        Where a barrier came or went, it is planned anew with the seconds of a step that hold now.
+
+        None if receives are posted in time already, and if late ones may cost less than steps scatter by themselves. A late
         receive delays its message by a latency at most. All of them cost no more than the step has become longer.
         """
         case = replace(current.case, cost=detection.cost, barrier=detection.barrier)

@@ -11,7 +11,7 @@ from adaptra.planning.explaining.memory_table import time_by_memory
 from adaptra.planning.least_memory import plan_least_memory
 from adaptra.planning.planner import plan
 from adaptra.planning.routes.steady_steps import PERIOD
-from adaptra.planning.timing import MAKESPAN, Timing
+from adaptra.planning.timing import MAKESPAN, StepTiming
 from adaptra.simulation.cost import Case, CostModel
 
 LATE = Case(CostModel.uniform(4, 1, 1, 1, latency=1), 16, (0, 1, 2, 3))
@@ -22,7 +22,7 @@ def limited(most: float) -> Case:
 
 
 @pytest.mark.parametrize("timing", [PERIOD, MAKESPAN], ids=lambda timing: timing.name)
-def test_more_memory_brings_shorter_steps_and_each_point_is_a_plan(timing: Timing) -> None:
+def test_more_memory_brings_shorter_steps_and_each_point_is_a_plan(timing: StepTiming) -> None:
     case = limited(7.0)
     points = time_by_memory(case, plan_least_memory(case, timing=timing), timing)
     assert [point.held for point in points] == sorted({point.held for point in points})
