@@ -22,6 +22,7 @@ Job job_of(const Problem& problem) {
   job.reduce.assign(stages, 0.0);
   job.slow.assign(ranks, 1.0);
   job.port.assign(ranks, 0.0);
+  job.has_ports = false;
   job.latency_forward = cost.latency_forward;
   job.latency_backward = cost.latency_backward;
   job.occupancy_forward = cost.occupancy_forward;

@@ -53,8 +53,9 @@ def test_the_period_of_a_program_is_that_of_a_job_of_one_replica(program: Progra
     duration = st.floats(0.125, 5)  # without any, messages may depart in another order, as their ops end at once
     stages = program.stages
     drawn = [tuple(times.draw(st.tuples(*(duration,) * stages))) for _ in range(3)]
-    drawn += [tuple(times.draw(st.tuples(*(number,) * (stages - 1)))) for _ in range(4)]
-    cost = CostModel(drawn[0], drawn[1], drawn[2], drawn[3], drawn[4], drawn[5], drawn[6])
+    drawn += [tuple(times.draw(st.tuples(*(number,) * (stages - 1)))) for _ in range(2)]
+    nothing = (0.0,) * (stages - 1)  # a worker's ports make messages of its links wait for each other, a rank has none
+    cost = CostModel(drawn[0], drawn[1], drawn[2], drawn[3], drawn[4], nothing, nothing)
     # Between stages of one worker a job's messages take no time, those of one pipeline do.
     assume(len(set(program.placement)) == stages or not any(map(any, drawn[3:])))
     case = Case(cost, program.microbatches, program.placement)
@@ -78,6 +79,16 @@ def test_shared_edges_and_blocking_messages_count_as_in_the_steps_written_out(
         for rank, order in enumerate(program.orders)
     ]
     assert pipeline_period(program, cost) == max(last - middle for middle, last in ends) / (STEPS - STEPS // 2)
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_the_search_times_steps_as_the_simulator_does(number: int) -> None:
+    case = uneven(number)
+    found = _C.search_period_of(case, 20_000, 0, None, 0.0)
+    assert found is not None
+    program = Program("found", case.placement, case.microbatches, found[1])
+    assert pipeline_period(program, case.cost) == pytest.approx(found[0], rel=1e-12)
+    assert not simulate(program, case.cost).over_memory
 
 
 def test_a_program_that_deadlocks_has_no_period() -> None:
