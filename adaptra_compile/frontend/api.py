@@ -102,8 +102,8 @@ def compile(
         memory: The limit of activations on a rank: a size such as ``"2GiB"``, or a number of microbatches. A size includes
             temporary memory of ops and messages in flight. A microbatch counts from its F to its W. The memory that its I
             frees is known from the stage's graphs and no longer counts after I. With None, the limit is the free memory of the
-            devices, shared among the ranks of a device. The first plan then is the one of least memory whose steps in a row
-            take at most 1 % longer than those of the best one found.
+            devices, shared among the ranks of a device. The first plan then is the one of least memory whose period is at
+            most 1 % longer than the best one.
         split: Names of the modules that begin stages 1, 2, …; without it the stages are balanced by estimated cost.
         placement: ``"straight"`` for one stage on each rank, or ``"v"`` for two. In V placement stages go down the ranks and
             back, so the first rank also has the last stage. ``"interleaved"`` is two stages on each rank in turn,

@@ -27,6 +27,9 @@ _PRECISION: Final = 0.004
 _SHARE: Final = 3
 """Divisor of the search effort for all limits that are tried but the last."""
 
+_SMALL: Final = 20_000
+"""Ops of the largest program that is compared with that of another timing."""
+
 _SHARES: Final = (0.0, 0.25, 0.5, 0.75)
 """Parts of what ranks hold above what they need at least, for which programs are tried that hold no more."""
 
@@ -49,14 +52,21 @@ def plan_least_memory(
         in_flight: As for :func:`adaptra.planning.planner.plan`.
         incumbent: A program to start from, as for :func:`adaptra.planning.planner.plan`.
         within: Tolerated excess of the time over the best program's, as a fraction of it.
-        timing: The time that counts: the makespan, or :data:`adaptra.planning.routes.steady_steps.PERIOD`.
+        timing: The time that counts: the makespan, or :data:`adaptra.planning.routes.steady_steps.PERIOD`. By the latter, no
+            small program is slower than that of the makespan, unless it holds less.
 
     Raises:
         PlanError: No program fits the limits. The text names the smallest limit that works.
     """
     limits = in_flight if in_flight is None or isinstance(in_flight, int) else tuple(in_flight)
     best = timing.plan(case, in_flight=in_flight, incumbent=incumbent)
-    return _Descent(case, limits, timing.of(best, case.cost) * (1.0 + within), timing).descend(best)
+    found = _Descent(case, limits, timing.of(best, case.cost) * (1.0 + within), timing).descend(best)
+    if timing is MAKESPAN or 3 * case.cost.stages * case.microbatches > _SMALL:
+        return found
+    other = plan_least_memory(case, in_flight=in_flight, incumbent=incumbent, within=within)
+    held = (max(simulate(program, case.cost).peak_memory) for program in (other, found))
+    is_better = next(held) <= next(held) and timing.of(other, case.cost) < timing.of(found, case.cost)
+    return other if is_better else found
 
 
 def spare_memory(case: Case, program: Program, at_most: float, timing: StepTiming = MAKESPAN) -> Program:

@@ -228,3 +228,6 @@ def test_a_hundredth_longer_at_most_and_no_more_held_than_by_the_best(number: in
     held, most = simulate(least, case.cost), simulate(best, case.cost)
     assert not held.over_memory and max(held.peak_memory) <= max(most.peak_memory)
     assert plan_least_memory(case, timing=PERIOD) == least
+    before = plan_least_memory(case)
+    if max(simulate(before, case.cost).peak_memory) <= max(held.peak_memory):
+        assert PERIOD.of(least, case.cost) <= PERIOD.of(before, case.cost)
