@@ -272,8 +272,9 @@ class Case:
             "mem_b": list(cost.memory_input_grad),
             "mem_cap": None if cost.memory_limit is None else list(cost.memory_limit),
             "placement": placement_lists(self.placement),
+            "barrier": self.barrier,
         }
-        return {"name": self.name, "case": fields | ({"barrier": True} if self.barrier else {})}
+        return {"name": self.name, "case": fields}
 
 
 _FIELDS: Final = frozenset(
