@@ -204,6 +204,7 @@ class Monitor:
         self._reduce: tuple[Any, Any, int] | None = None
         self._first = FirstOp()
         self._is_next = False
+        self._has_met = False
         self._links: deque[LinkRecord] = deque(maxlen=_KEPT_LINKS)
         self._stalling: OrderedDict[tuple[int, int, int], StallTracker] = OrderedDict()
 
@@ -277,6 +278,10 @@ class Monitor:
         """Record that the step's gradients were added over the replicas between two marks, and their bytes."""
         self._reduce = start, end, nbytes
 
+    def meet(self) -> None:
+        """Record that the rank meets all others before the next step."""
+        self._has_met = True
+
     def end_step(self, step: int, start: float, end: float, shape: int = 0) -> StepMeasurement:
         """Condense the step that ran from ``start`` to ``end``, keep its records and begin the next step.
 
@@ -292,7 +297,8 @@ class Monitor:
         durations = _durations(records)
         pause = max((max(values) - median(values) for values in durations.values()), default=0.0)
         stages = self._measure_stages(durations)
-        return StepMeasurement(self._rank, step, records.end - start, stages, edges, pause, reduce)
+        has_met, self._has_met = self._has_met, False
+        return StepMeasurement(self._rank, step, records.end - start, stages, edges, pause, reduce, has_met)
 
     @property
     def kept(self) -> tuple[StepRecords, ...]:
