@@ -193,7 +193,6 @@ class Policy:
         self._observed = -1
         self._meetings = Meetings()
         self._speculation = Speculation()
-        self._drafted: Detection | None = None
         self._unplanned: Detection | None = None
         self._undecided: Detection | None = None
         self._suggested: tuple[Program, str] | None = None
@@ -241,7 +240,7 @@ class Policy:
         current = agreement.current
         if current is None:
             return []
-        if outcome.detection is self._drafted:
+        if outcome.detection is self._speculation.drafted:
             return self._conclude_draft(outcome, current, now)
         return self._conclude(outcome, current, agreement.slowest, now) if self._unplanned is None else []
 
@@ -260,8 +259,8 @@ class Policy:
             return [self._begin_planning(detection, current, is_draft=False)]
         if late := self._begin_late(current, now):
             return late
-        if (suspicion := self._speculation.suspicion) is not None and suspicion is not self._drafted:
-            self._drafted = suspicion
+        if (suspicion := self._speculation.suspicion) is not None and suspicion is not self._speculation.drafted:
+            self._speculation.drafted = suspicion
             return [self._begin_planning(suspicion, current, is_draft=True)]
         return []
 
@@ -338,7 +337,7 @@ class Policy:
             known = None if suspicion is None else replace(suspicion, barrier=self._meetings.barrier)
             self._speculation.suspect(step, known)
         proposal = agreement.proposal
-        if proposal is not None and agreement.is_speculative and self._speculation.suspicion is not self._drafted:
+        if proposal is not None and agreement.is_speculative and self._speculation.suspicion is not self._speculation.drafted:
             actions.append(self._end_speculation(proposal, current))
         return actions
 
