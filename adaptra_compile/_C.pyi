@@ -50,6 +50,29 @@ def simulate(program: Program, cost: CostModel, orders: Orders, rule: Mapping[Ki
         ValueError: The program and the cost model have different numbers of stages.
     """
 
+def period_of(
+    program: Program, cost: CostModel, orders: Orders, rule: Mapping[Kind, Sequence[Row]], steps: int
+) -> float | None:
+    """Return the period of ``orders`` over so many steps in a row; None as where :func:`simulate` is not complete.
+
+    Raises:
+        ValueError: As of :func:`simulate`, or there are fewer than two steps.
+    """
+
+def search_period_of(
+    planning_case: Case, effort: int, seed: int, seconds: float | None, enough: float, start: Orders | None = None
+) -> tuple[float, tuple[tuple[Op, ...], ...]] | None:
+    """Search the orders of one pipeline with the shortest period within its memory limits; None if none was found.
+
+    Args:
+        planning_case: The case.
+        effort, seed, seconds, enough: As of :func:`search_period`.
+        start: F, I and W of each rank, tried first and made to fit the memory.
+
+    Raises:
+        ValueError: Edges are half duplex, communication blocks, or the start is not of this case.
+    """
+
 @final
 class Job:
     """The numbers of a job of several replicas. ``durations`` are those of F, I, W, STEP and REDUCE, each one per stage.
@@ -166,16 +189,17 @@ def search_orders(
     """
 
 def spare_memory(
-    planning_case: Case, orders: Orders, at_most: float, effort: int, rule: Mapping[Kind, Sequence[Row]]
+    planning_case: Case, orders: Orders, at_most: float, effort: int, rule: Mapping[Kind, Sequence[Row]], steps: int = 1
 ) -> tuple[tuple[Op, ...], ...]:
-    """Find orders of F, I and W within a makespan that need less memory, and on no rank more. Releases the interpreter lock.
+    """Find orders of F, I and W within a time that need less memory, and on no rank more. Releases the interpreter lock.
 
     Args:
         planning_case: Times, memory, placement and microbatches. ``memory_limit`` is not used.
         orders: Orders of this case, each kind in microbatch order.
-        at_most: The longest makespan.
+        at_most: The longest makespan, or period.
         effort: The number of ops to simulate.
         rule: The dependency rule.
+        steps: 1 for the makespan; else the period over so many steps in a row.
     """
 
 @final

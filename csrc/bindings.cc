@@ -23,8 +23,10 @@
 #include "bindings_liveness.h"
 #include "bindings_replicas.h"
 #include "schedule/bounds/bounds.h"
+#include "schedule/replicas/one_pipeline.h"
 #include "schedule/search/search_orders.h"
 #include "schedule/search/spare_memory.h"
+#include "schedule/simulate/repeated.h"
 #include "schedule/simulate/simulate.h"
 #include "schedule/simulate/types.h"
 
@@ -358,17 +360,65 @@ void bind_search(nb::module_& m) {
       nb::arg("seed"), nb::arg("seconds").none(), nb::arg("rule"), nb::arg("enough") = 0.0, nb::arg("start") = nb::none());
   m.def(
       "spare_memory",
-      [](nb::handle planning_case, const Orders& orders, double at_most, std::int64_t effort, const nb::dict& rule) {
+      [](nb::handle planning_case, const Orders& orders, double at_most, std::int64_t effort, const nb::dict& rule,
+         std::int32_t steps) {
         const schedule::Problem problem = to_problem(planning_case, nb::getattr(planning_case, "cost"));
         const schedule::Rule rows = to_rule(rule);
         std::vector<schedule::Order> found;
         {
           const nb::gil_scoped_release release;
-          found = schedule::spare_memory(problem, rows, orders.orders, at_most, effort);
+          found = schedule::spare_memory(problem, rows, orders.orders, at_most, effort, steps);
         }
         return to_python(found, problem.microbatches);
       },
-      nb::arg("planning_case"), nb::arg("orders"), nb::arg("at_most"), nb::arg("effort"), nb::arg("rule"));
+      nb::arg("planning_case"), nb::arg("orders"), nb::arg("at_most"), nb::arg("effort"), nb::arg("rule"),
+      nb::arg("steps") = 1);
+}
+
+void bind_period(nb::module_& m) {
+  m.def(
+      "period_of",
+      [](nb::handle program, nb::handle cost, const Orders& converted, const nb::dict& rule,
+         std::int32_t steps) -> std::optional<double> {
+        if (steps < 2) throw std::invalid_argument("expected at least two steps");
+        const schedule::Problem problem = to_problem(program, cost);
+        const schedule::Rule rows = to_rule(rule);
+        const nb::gil_scoped_release release;
+        if (!schedule::well_formed(problem, converted.orders)) return std::nullopt;
+        return schedule::period_of(problem, converted.orders, rows, steps);
+      },
+      nb::arg("program"), nb::arg("cost"), nb::arg("orders"), nb::arg("rule"), nb::arg("steps"));
+  m.def(
+      "search_period_of",
+      [](nb::handle planning_case, std::int64_t effort, std::uint64_t seed, std::optional<double> seconds, double enough,
+         const Orders* start) -> nb::object {
+        const schedule::Problem problem = to_problem(planning_case, nb::getattr(planning_case, "cost"));
+        if (problem.cost.half_duplex || problem.cost.blocking != schedule::Blocking::None)
+          throw std::invalid_argument("expected edges of two directions, and communication that does not block");
+        schedule::PipelineSearch search{effort, seed, enough, Deadline(seconds), {}};
+        if (start != nullptr) {
+          std::size_t ops = 0;
+          bool is_split = true;
+          for (const schedule::Order& order : start->orders) {
+            ops += order.size();
+            is_split = is_split && std::none_of(order.begin(), order.end(),
+                                                [](const schedule::Op& op) { return op.kind == schedule::Kind::B; });
+          }
+          const std::size_t all = 3 * problem.placement.size() * static_cast<std::size_t>(problem.microbatches);
+          if (!schedule::well_formed(problem, start->orders) || !is_split || ops != all)
+            throw std::invalid_argument("start: expected all F, I and W of the case");
+          search.start = start->orders;
+        }
+        std::optional<schedule::PipelinePlan> plan;
+        {
+          const nb::gil_scoped_release release;
+          plan = schedule::search_period_of(problem, search);
+        }
+        if (!plan) return nb::none();
+        return nb::make_tuple(plan->period, to_python(plan->orders, problem.microbatches));
+      },
+      nb::arg("planning_case"), nb::arg("effort"), nb::arg("seed"), nb::arg("seconds").none(), nb::arg("enough"),
+      nb::arg("start") = nb::none());
 }
 
 }  // namespace
@@ -378,6 +428,7 @@ NB_MODULE(_C, m) {
   bind_simulation(m);
   bind_bounds(m);
   bind_search(m);
+  bind_period(m);
   bind_delegate(m);
   bind_liveness(m);
   bind_replicas(m);

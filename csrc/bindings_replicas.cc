@@ -154,7 +154,7 @@ void bind_replicas(nb::module_& m) {
       [](const schedule::Job& job, const std::vector<std::int32_t>& memory, std::int64_t effort, std::uint64_t seed,
          std::optional<double> seconds, double enough) -> nb::object {
         using Clock = std::chrono::steady_clock;
-        schedule::PeriodSearch search{memory, effort, seed, enough, {}};
+        schedule::PeriodSearch search{schedule::room_for(memory, job.forward.size()), effort, seed, enough, {}};
         if (seconds) {
           const auto end = Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(*seconds));
           search.stop = [end] { return Clock::now() >= end; };

@@ -39,6 +39,7 @@ from adaptra.known_keywords import known_keywords
 from adaptra.planning.explaining.explanation import explain
 from adaptra.planning.explaining.job_explanation import explain_job
 from adaptra.planning.layouts.layout_change import RoleChange, SplitChange
+from adaptra.planning.routes.steady_steps import timing_of
 from adaptra.program.roles import Roles
 from adaptra.program.routing import Route, Routing
 from adaptra.report import drawing, perfetto, picture, step_picture
@@ -101,8 +102,8 @@ def compile(
         memory: The limit of activations on a rank: a size such as ``"2GiB"``, or a number of microbatches. A size includes
             temporary memory of ops and messages in flight. A microbatch counts from its F to its W. The memory that its I
             frees is known from the stage's graphs and no longer counts after I. With None, the limit is the free memory of the
-            devices, shared among the ranks of a device. The first plan then is the one of least memory among those at most 1 %
-            longer than the best one found.
+            devices, shared among the ranks of a device. The first plan then is the one of least memory whose period is at
+            most 1 % longer than the best one.
         split: Names of the modules that begin stages 1, 2, …; without it the stages are balanced by estimated cost.
         placement: ``"straight"`` for one stage on each rank, or ``"v"`` for two. In V placement stages go down the ranks and
             back, so the first rank also has the last stage. ``"interleaved"`` is two stages on each rank in turn,
@@ -694,7 +695,10 @@ class Pipeline(ModuleMethods):
         return next((worker.reduces for worker in workers if worker.controller.coordinates), workers[0].reduces)
 
     def explain(self, *, equations: bool = False) -> str:
-        """Explain the plan: its makespan, what limits it and what would help; with ``equations`` also the bubble equations.
+        """Explain the plan: its period and makespan, what limits it and what would help; with ``equations`` also the equations.
+
+        The period counts: the time of a step among others in a row. Once ranks are seen to meet between steps, as in
+        ``clip_grad_norm_``, the makespan counts. A table shows it for less and for more memory.
 
         The first line says which times are meant. On the rank of the first stage they are those measured last, also where no
         plan was made for them. Other ranks know those for which the plan was made.
@@ -731,6 +735,7 @@ class Pipeline(ModuleMethods):
             spread=plan.delegated,
             rounded=plan.rounded,
             unit="seconds",
+            timing=timing_of(barrier=plan.case.barrier),
         )
         difference = self._require().compiled.difference
         return which + ("" if difference is None else f"{difference}\n") + explanation.text(equations=equations)

@@ -1,5 +1,6 @@
 """Plan 0, made before anything is measured: the user's schedule, or one for estimated costs and expected delays.
 
+Nothing has been seen yet that makes ranks meet between steps, so it is a plan of steps without a barrier: of a short period.
 No search here has a time limit, since every rank finds the first plan on its own and must find the same one.
 """
 
@@ -9,9 +10,9 @@ from dataclasses import replace
 
 from adaptra.errors import PlanError
 from adaptra.planning.least_memory import plan_least_memory
-from adaptra.planning.planner import plan
 from adaptra.planning.published import uniform_slack
 from adaptra.planning.robust import robust_plan
+from adaptra.planning.routes.steady_steps import PERIOD
 from adaptra.program import Program
 from adaptra.program.placement import in_turn, is_straight, v_shaped
 from adaptra.program.schedules import generate_for, two_phases
@@ -52,8 +53,7 @@ def first_plan(options: PlanningOptions, case: Case, room: tuple[float, ...] | N
         needed = simulate(program, case.cost).peak_memory
         limits = tuple(map(max, room, needed))
         case = replace(case, cost=replace(case.cost, memory_limit=limits))
-    predicted = simulate(program, case.cost).makespan
-    return Plan(0, program, case, predicted, lower_bound(case).value, reason, delegated)
+    return Plan(0, program, case, PERIOD.of(program, case.cost), PERIOD.bound(case), reason, delegated)
 
 
 def _first_program(options: PlanningOptions, case: Case, *, is_given: bool) -> tuple[Program, str]:
@@ -62,15 +62,16 @@ def _first_program(options: PlanningOptions, case: Case, *, is_given: bool) -> t
         program = _asked_for(options.schedule, case)
         return program, f"{program.name}, as asked for"
     if options.expected_delays:
-        found = robust_plan(case, delay_scenarios(case.cost, options.expected_delays), incumbent=_known(case))
+        scenarios = delay_scenarios(case.cost, options.expected_delays)
+        found = robust_plan(case, scenarios, incumbent=_known(case), timing=PERIOD)
         return found.program, "good on average over the delays to expect, for the estimated costs"
     reason = "adapted to the estimated costs"
     if not is_given or case.cost.memory_limit is None:
-        return plan_least_memory(case, incumbent=_known(case)), reason
-    program = plan(case, incumbent=_known(case))
+        return plan_least_memory(case, incumbent=_known(case), timing=PERIOD), reason
+    program = PERIOD.plan(case, incumbent=_known(case))
     if is_straight(case.placement):
         spread = uniform_slack(case)
-        if simulate(spread, case.cost).makespan <= simulate(program, case.cost).makespan:
+        if PERIOD.of(spread, case.cost) <= PERIOD.of(program, case.cost):
             return spread, f"{reason}, spare memory spread as slack"
     return program, reason
 

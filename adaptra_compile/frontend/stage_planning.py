@@ -17,13 +17,13 @@ from adaptra.graph import CompiledStages
 from adaptra.graph.estimated_cost import estimated_cost
 from adaptra.graph.inner_compiler import compiled_by
 from adaptra.graph.round_messages import round_messages
-from adaptra.planning.planner import plan
-from adaptra.planning.remedies.bandwidth_remedies import BandwidthOptions, find_remedies
+from adaptra.planning.remedies.bandwidth_remedies import BandwidthOptions, Remedies, find_remedies
+from adaptra.planning.routes.steady_steps import timing_of
 from adaptra.program import Program
 from adaptra.program.placement import has_several
 from adaptra.runtime.control.deciding.job_planning import JobPlanning
-from adaptra.runtime.control.deciding.replanning import Planning, makespan
-from adaptra.runtime.control.plans.plan import Plan
+from adaptra.runtime.control.deciding.replanning import Planning
+from adaptra.runtime.control.plans.plan import Edges, Plan
 from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.options import Options
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
@@ -111,7 +111,7 @@ class PipelineSpec:
         case = Case(cost, self.microbatches, self.placement, name="compiled")
         bandwidth = BandwidthOptions(options.uses_delegate, options.lossy_bf16 == "slow", compiled.cut_points)
         planner, draft = (partial(_better_plan, options.planning_seconds, share) for share in (PLANNER_SHARE, DRAFT_SHARE))
-        remedies = partial(find_remedies, bandwidth=bandwidth)
+        remedies = partial(_remedies, bandwidth)
         peaks = partial(predicted_peaks, stages=compiled.train)
         if self.replicas > 1 and self._why_alone() is None:
             planning = JobPlanning(
@@ -211,9 +211,16 @@ class PipelineSpec:
         return next((why for why, holds in reasons.items() if holds), None)
 
 
+def _remedies(bandwidth: BandwidthOptions, case: Case, program: Program, spread: Edges, rounded: Edges) -> Remedies | None:
+    """Find the remedies by the time that counts for the case: the makespan behind a barrier, otherwise the period."""
+    timing = timing_of(barrier=case.barrier)
+    return find_remedies(case, program, spread, rounded, bandwidth=bandwidth, timing=timing)
+
+
 def _better_plan(seconds: float, share: float, case: Case, incumbent: Program) -> Program:
     """Search for a better plan within a share of a step.
 
     The time limit is safe, since only the coordinator searches and all ranks receive its result.
     """
-    return plan(case, incumbent=incumbent, budget=min(seconds, share * makespan(incumbent, case.cost)))
+    timing = timing_of(barrier=case.barrier)
+    return timing.plan(case, incumbent=incumbent, budget=min(seconds, share * timing.of(incumbent, case.cost)))

@@ -1,4 +1,4 @@
-"""The plan that a pipeline starts with: least memory, hardly longer than the best plan.
+"""The plan that a pipeline starts with: least memory, and steps hardly longer than those of the best plan.
 
 Plans are compared by the peak memory of their activations, in the cost model's unit. First comes the largest peak of any rank,
 since the job needs devices of that size; then the sum over the ranks. Of plans equal in both, the shorter one is taken.
@@ -11,22 +11,26 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from adaptra import _C
-from adaptra.passes.adapt_order import ADAPTED, LEAST_EFFORT, LEAST_ROUNDS, search
-from adaptra.planning.planner import plan
+from adaptra.passes.adapt_order import ADAPTED, LEAST_EFFORT, LEAST_ROUNDS
+from adaptra.planning.timing import MAKESPAN, StepTiming
 from adaptra.program import Program
-from adaptra.program.dependencies import RULE
 from adaptra.simulation.cost import MEMORY_TOLERANCE, Case
-from adaptra.simulation.simulate import lower_bound, simulate
+from adaptra.simulation.simulate import simulate
 
 WITHIN: Final = 0.01
-"""Tolerated excess of the makespan over the best plan found, as a fraction of it."""
+"""Tolerated excess of a step over that of the best plan found, as a fraction of it."""
 
 _PRECISION: Final = 0.004
 """Precision of the search for the lowest memory limit, as a fraction of that limit."""
 
 _SHARE: Final = 3
 """Divisor of the search effort for all limits that are tried but the last."""
+
+_SMALL: Final = 20_000
+"""Ops of the largest program that is compared with that of another timing."""
+
+_SHARES: Final = (0.0, 0.25, 0.5, 0.75)
+"""Parts of what ranks hold above what they need at least, for which programs are tried that hold no more."""
 
 
 def plan_least_memory(
@@ -35,6 +39,7 @@ def plan_least_memory(
     in_flight: int | Sequence[int] | None = None,
     incumbent: Program | None = None,
     within: float = WITHIN,
+    timing: StepTiming = MAKESPAN,
 ) -> Program:
     """Find the program of least memory among those hardly longer than the best one found.
 
@@ -44,73 +49,103 @@ def plan_least_memory(
         case: Costs, microbatches, placement and memory limits.
         in_flight: As for :func:`adaptra.planning.planner.plan`.
         incumbent: A program to start from, as for :func:`adaptra.planning.planner.plan`.
-        within: Tolerated excess of the makespan over the best program's, as a fraction of it.
+        within: Tolerated excess of the time over the best program's, as a fraction of it.
+        timing: The time that counts: the makespan, or :data:`adaptra.planning.routes.steady_steps.PERIOD`. By the latter, no
+            small program is slower than that of the makespan, unless it holds less.
 
     Raises:
         PlanError: No program fits the limits. The text names the smallest limit that works.
     """
     limits = in_flight if in_flight is None or isinstance(in_flight, int) else tuple(in_flight)
-    best = plan(case, in_flight=in_flight, incumbent=incumbent)
-    return _Descent(case, limits, simulate(best, case.cost).makespan * (1.0 + within)).descend(best)
+    best = timing.plan(case, in_flight=in_flight, incumbent=incumbent)
+    found = _Descent(case, limits, timing.of(best, case.cost) * (1.0 + within), timing).descend(best)
+    if timing is MAKESPAN or 3 * case.cost.stages * case.microbatches > _SMALL:
+        return found
+    other = plan_least_memory(case, in_flight=in_flight, incumbent=incumbent, within=within)
+    held = (max(simulate(program, case.cost).peak_memory) for program in (other, found))
+    is_better = next(held) <= next(held) and timing.of(other, case.cost) < timing.of(found, case.cost)
+    return other if is_better else found
 
 
-def spare_memory(case: Case, program: Program, at_most: float) -> Program:
-    """Save memory by starting forwards later, as far as the makespan stays within ``at_most``.
+def spare_memory(case: Case, program: Program, at_most: float, timing: StepTiming = MAKESPAN) -> Program:
+    """Save memory by starting forwards later, as far as the time stays within ``at_most``.
 
     This is much faster than a search. No rank needs more memory than before.
 
     Args:
         case: Costs, microbatches and placement.
         program: Compute ops with I and W, each kind in microbatch order on every stage.
-        at_most: The longest makespan, in the cost model's unit.
+        at_most: The longest time, in the cost model's unit.
+        timing: The time that counts.
 
     Returns:
         The program with later forwards, or ``program`` itself if nothing can be saved.
     """
     effort = max(LEAST_EFFORT, LEAST_ROUNDS * 3 * case.cost.stages * case.microbatches)
-    orders = _C.spare_memory(case, _C.to_orders(program.orders), at_most, effort, RULE)
-    spared = Program(ADAPTED, case.placement, case.microbatches, orders)
-    is_better = spared.orders != program.orders and simulate(spared, case.cost).makespan <= at_most
+    spared = Program(ADAPTED, case.placement, case.microbatches, timing.spared(case, program, at_most, effort))
+    is_better = spared.orders != program.orders and timing.of(spared, case.cost) <= at_most
     return spared if is_better else program
 
 
 @dataclass(frozen=True, slots=True)
 class _Descent:
-    """Search for the lowest memory limit of all ranks that a program of makespan ``at_most`` fits."""
+    """Search for the lowest memory limit of all ranks that a program of time ``at_most`` fits."""
 
     case: Case
     in_flight: int | tuple[int, ...] | None
     at_most: float
+    timing: StepTiming
 
     def descend(self, best: Program) -> Program:
         """Return the program of lowest memory that the search finds from the best program."""
-        found, refused = spare_memory(self.case, best, self.at_most), 0.0
+        found, refused = self._spared(best), 0.0
         effort, limit = self._effort() // _SHARE, max(self._of_one_microbatch())
         while (most := max(self._held(found))) - refused > _PRECISION * most:
             other = self._within(limit, effort, found)
             if other is None:
                 refused = limit
             else:
-                found = spare_memory(self.case, other, self.at_most)
+                found = self._spared(other)
             limit = 0.5 * (refused + max(self._held(found)))
         while (
             max(self._held(found)) > 0.0
             and (other := self._within((1.0 - _PRECISION / 2) * max(self._held(found)), self._effort(), found)) is not None
         ):
-            found = spare_memory(self.case, other, self.at_most)
+            found = self._spared(other)
+        found = self._trimmed(found)
         held = replace(self.case, cost=replace(self.case.cost, memory_limit=self._held(found)))
-        return search(held, self.in_flight, incumbent=found)
+        return self.timing.search(held, self.in_flight, incumbent=found)
+
+    def _trimmed(self, found: Program) -> Program:
+        """Return a program in which each rank holds less, as near to what it needs at least as the search finds one."""
+        needed = self.timing.needed_memory(self.case, self.at_most)
+        if needed is None:
+            return found
+        held = self._held(found)
+        for share in _SHARES:
+            limits = tuple(min(least + share * (most - least), most) for least, most in zip(needed, held, strict=True))
+            other = None if limits == held else self._within_each(limits, self._effort() // _SHARE, found)
+            if other is not None:
+                return self._spared(other)
+        return found
+
+    def _spared(self, program: Program) -> Program:
+        return spare_memory(self.case, program, self.at_most, self.timing)
 
     def _within(self, limit: float, effort: int, start: Program) -> Program | None:
         """Return a program that is short enough and within ``limit`` on every rank, or None if none is found."""
         limits = self.case.cost.memory_limit or (math.inf,) * len(set(self.case.placement))
         if any(limit < least * (1.0 - MEMORY_TOLERANCE) for least in self._of_one_microbatch()):
             return None
-        case = replace(self.case, cost=replace(self.case.cost, memory_limit=tuple(min(limit, own) for own in limits)))
-        if lower_bound(case).value > self.at_most:
+        return self._within_each(tuple(min(limit, own) for own in limits), effort, start)
+
+    def _within_each(self, limits: tuple[float, ...], effort: int, start: Program) -> Program | None:
+        """Return a program that is short enough and within each rank's limit, or None if none is found."""
+        case = replace(self.case, cost=replace(self.case.cost, memory_limit=limits))
+        if self.timing.bound(case) > self.at_most:
             return None
-        program = search(case, self.in_flight, effort=effort, enough=self.at_most, start=start)
-        return program if simulate(program, case.cost).makespan <= self.at_most else None
+        program = self.timing.search(case, self.in_flight, effort=effort, enough=self.at_most, start=start)
+        return program if self.timing.of(program, case.cost) <= self.at_most else None
 
     def _held(self, program: Program) -> tuple[float, ...]:
         return simulate(program, self.case.cost).peak_memory

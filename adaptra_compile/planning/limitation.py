@@ -1,4 +1,4 @@
-"""The limit of a plan's makespan, and the changes that would help. Both are found by planning again."""
+"""The limit of a plan's makespan or period, and the changes that would help. Both are found by planning again."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
-from adaptra.passes.adapt_order import search
+from adaptra.planning.timing import MAKESPAN, StepTiming
 from adaptra.program import Program
 from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.simulate import Bound, BoundKind, Simulation, lower_bound, simulate
+from adaptra.simulation.simulate import Simulation
 from adaptra.simulation.timeline import MessageInterval
 
 EFFORT: Final = 200_000
@@ -23,7 +23,7 @@ ROUNDS: Final = 10
 T = TypeVar("T")
 
 NOTHING: Final = 5e-4
-"""Fraction of the makespan below which a saving is ignored, since a search of this effort varies by that much."""
+"""Fraction of a step below which a saving is ignored, since a search of this effort varies by that much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class WhatIf:
 
     Attributes:
         change: A description of the change, for people.
-        saves: Saving as a fraction of the re-planned makespan without the change; never negative.
+        saves: Saving as a fraction of the re-planned step without the change; never negative.
     """
 
     change: str
@@ -44,12 +44,12 @@ class WhatIf:
 
 @dataclass(frozen=True, slots=True)
 class Limitation:
-    """The limit of a plan's makespan. :func:`str` gives it as one sentence.
+    """The limit of a plan's makespan or period. :func:`str` gives it as one sentence.
 
     Attributes:
-        cause: The cause of the makespan bound.
-        above: Excess of the makespan over the bound, as a fraction of the bound.
-        improvable: Saving of a short new search without any change of the problem, as a fraction of the makespan.
+        cause: The cause of the bound.
+        above: Excess over the bound, as a fraction of the bound.
+        improvable: Saving of a short new search without any change of the problem, as a fraction of the time.
         reliefs: Changes of the problem and their savings, largest first.
     """
 
@@ -77,7 +77,7 @@ class Limitation:
         }
 
 
-def what_limits(simulation: Simulation) -> Limitation:
+def what_limits(simulation: Simulation, timing: StepTiming = MAKESPAN) -> Limitation:
     """Find the limit of a compute-only plan, and the savings by more memory, a faster edge or a faster stage.
 
     Each change is planned for, from the best plan without it. The savings are those of the plans found, so a longer search may
@@ -88,45 +88,36 @@ def what_limits(simulation: Simulation) -> Limitation:
     - the stage on which the critical path spends most, with all ops a tenth shorter.
 
     If not even one microbatch fits, nothing is planned. The same plan gives the same answer on every machine.
+
+    Args:
+        simulation: The simulated plan.
+        timing: The time that counts: the makespan, or :data:`adaptra.planning.routes.steady_steps.PERIOD`.
     """
     program, cost = simulation.program, simulation.cost
     case = Case(cost, program.microbatches, program.placement, program.name)
-    bound = lower_bound(case)
+    bound = timing.binds(case)
     if math.isinf(bound.value):
-        return Limitation(f"the memory of {bound.where}, where not one microbatch fits", 0.0, 0.0, ())
+        return Limitation(f"{bound.cause}, where not one microbatch fits", 0.0, 0.0, ())
     effort = max(EFFORT, ROUNDS * 3 * program.stages * program.microbatches)
-    base = simulate(_again(program, case, effort), cost)
+    again = _again(timing, program, case, effort)
+    base, own = timing.of(again, cost), timing.of(program, cost)
     reliefs: list[WhatIf] = []
     for change, changed in _changes(simulation):
-        found = _again(base.program, replace(case, cost=changed), effort)
-        makespan = simulate(found, changed).makespan
-        reliefs.append(WhatIf(change, 1.0 - makespan / base.makespan if base.makespan > 0 else 0.0))
+        found = timing.of(_again(timing, again, replace(case, cost=changed), effort), changed)
+        reliefs.append(WhatIf(change, max(1.0 - found / base, 0.0) if base > 0 else 0.0))
     reliefs.sort(key=lambda relief: -relief.saves)
     return Limitation(
-        cause_of(bound),
-        simulation.makespan / bound.value - 1.0 if bound.value > 0 else 0.0,
-        1.0 - base.makespan / simulation.makespan if simulation.makespan > 0 else 0.0,
+        bound.cause,
+        own / bound.value - 1.0 if bound.value > 0 else 0.0,
+        1.0 - base / own if own > 0 else 0.0,
         tuple(reliefs),
     )
 
 
-def _again(program: Program, case: Case, effort: int) -> Program:
+def _again(timing: StepTiming, program: Program, case: Case, effort: int) -> Program:
     """Return a plan that is no longer than ``program``, if ``program`` is within the memory limits."""
     fused = any(op.kind.value == "B" for order in program.orders for op in order)
-    return search(case, None, incumbent=None if fused else program, effort=effort)
-
-
-def cause_of(bound: Bound) -> str:
-    """Return a description of the cause of a bound, for people."""
-    match bound.kind:
-        case BoundKind.LOAD | BoundKind.ONE_MACHINE:
-            return f"the load of {bound.where}"
-        case BoundKind.DRAIN | BoundKind.CHAIN:
-            return f"the critical path through {bound.where}"
-        case BoundKind.MEMORY | BoundKind.IDLE:
-            return f"the memory of {bound.where} and the way to the last stage and back"
-        case BoundKind.LINK_FORWARD | BoundKind.LINK_BACKWARD:
-            return f"the bandwidth of {bound.where}"
+    return timing.search(case, None, incumbent=None if fused else program, effort=effort)
 
 
 def _changes(simulation: Simulation) -> Iterator[tuple[str, CostModel]]:

@@ -9,7 +9,7 @@ from adaptra.passes.adapt_order import search
 from adaptra.passes.base import PassPipeline
 from adaptra.passes.split_backward import SplitBackward
 from adaptra.program import Program
-from adaptra.simulation.cost import Case
+from adaptra.simulation.cost import Case, CostModel
 
 
 def plan(
@@ -54,5 +54,14 @@ def plan(
                 f"{incumbent.microbatches} microbatches: expected those of {case.name}, "
                 f"{','.join(map(str, case.placement))} and {case.microbatches}"
             )
-        incumbent = PassPipeline((SplitBackward(),)).apply(incumbent, case.cost)
+        incumbent = with_split_backwards(incumbent, case.cost)
     return search(case, limits, incumbent=incumbent, effort=effort, seed=seed, budget=budget)
+
+
+def with_split_backwards(program: Program, cost: CostModel) -> Program:
+    """Return a program with I and W in place of each B, as the search takes it.
+
+    Raises:
+        ScheduleError: The program is not valid.
+    """
+    return PassPipeline((SplitBackward(),)).apply(program, cost)

@@ -16,14 +16,14 @@ from typing import Final
 
 from adaptra.equations.warm_up import in_flight_limits
 from adaptra.errors import PlanError
-from adaptra.planning.planner import plan
 from adaptra.planning.published import paper_rule, uniform_slack
+from adaptra.planning.timing import MAKESPAN, StepTiming
 from adaptra.program import Program
 from adaptra.program.placement import has_several
 from adaptra.program.schedules import GENERATORS, generate
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.scenarios import Scenario
-from adaptra.simulation.simulate import lower_bound, simulate
+from adaptra.simulation.simulate import simulate
 
 _MOST_PLANNED: Final = 16
 _BLENDS: Final = (0.25, 0.5, 0.75, 1.0)
@@ -33,21 +33,21 @@ class Objective(Enum):
     """The quantity that a robust plan minimizes."""
 
     EXPECTED = "expected"
-    """The weighted mean makespan over the scenarios."""
+    """The weighted mean time over the scenarios."""
     WORST = "worst"
-    """The longest makespan of any scenario; of plans equal in that, the mean."""
+    """The longest time of any scenario; of plans equal in that, the mean."""
 
 
 @dataclass(frozen=True, slots=True)
 class RobustPlan:
-    """A plan and its makespan under every scenario. Times are in the scenarios' unit.
+    """A plan and its makespan, or period, under every scenario. Times are in the scenarios' unit.
 
     Attributes:
         program: The plan.
-        makespans: The plan's simulated makespan per scenario.
-        bounds: The makespan bound per scenario, each for a plan made for that scenario alone.
-        expected: The weighted mean of the makespans.
-        worst: The longest makespan.
+        makespans: The plan's simulated makespan per scenario, or its period.
+        bounds: The bound per scenario, each for a plan made for that scenario alone.
+        expected: The weighted mean of these times.
+        worst: The longest of them.
         candidates: The number of different plans compared.
     """
 
@@ -68,6 +68,7 @@ def robust_plan(
     incumbent: Program | None = None,
     effort: int | None = None,
     budget: float | None = None,
+    timing: StepTiming = MAKESPAN,
 ) -> RobustPlan:
     """Find the best plan over scenarios.
 
@@ -77,10 +78,11 @@ def robust_plan(
         case: Microbatches, placement and memory limits. Its own costs give one more candidate, but are no scenario unless
             listed as one.
         scenarios: The possible cost models with their weights.
-        objective: Expected or worst makespan.
+        objective: Expected or worst time.
         in_flight: As for :func:`adaptra.planning.planner.plan`.
         incumbent: The program that runs now. It is a candidate if it is within the limits.
         effort, budget: As for :func:`adaptra.planning.planner.plan`, for each of about twenty plans at most.
+        timing: The time that counts: the makespan, or :data:`adaptra.planning.routes.steady_steps.PERIOD`.
 
     Raises:
         PlanError: There is no scenario, a weight is not a positive number, or a scenario has other stages than the case. Also
@@ -92,20 +94,20 @@ def robust_plan(
     costs = [replace(scenario.cost, **sizes) for scenario in scenarios]
     weights = [scenario.weight for scenario in scenarios]
     best: tuple[tuple[float, float], Program, tuple[float, ...]] | None = None
-    search = partial(plan, in_flight=in_flight, incumbent=incumbent, effort=effort, budget=budget)
+    search = partial(timing.plan, in_flight=in_flight, incumbent=incumbent, effort=effort, budget=budget)
     programs = dict.fromkeys(_candidates(case, costs, weights, search, in_flight, incumbent))
     for program in programs:
         runs = [simulate(program, cost) for cost in costs]
         if any(run.over_memory for run in runs) or any(map(int.__gt__, runs[0].peak_in_flight, limits)):
             continue
-        makespans = tuple(run.makespan for run in runs)
+        makespans = tuple(timing.of(program, cost) for cost in costs)
         expected, worst = _expected(makespans, weights), max(makespans)
         score = (expected, worst) if objective is Objective.EXPECTED else (worst, expected)
         if best is None or score < best[0]:
             best = score, program, makespans
     assert best is not None, "the plans for the scenarios are within the limits"
     _, program, makespans = best
-    bounds = tuple(lower_bound(replace(case, cost=cost)).value for cost in costs)
+    bounds = tuple(timing.bound(replace(case, cost=cost)) for cost in costs)
     return RobustPlan(program, makespans, bounds, _expected(makespans, weights), max(makespans), len(programs))
 
 

@@ -182,13 +182,15 @@ class CostModel:
 class Case:
     """One planning problem: a cost model, the number of microbatches of a step, and the placement.
 
-    ``name`` is for people; ``placement[stage]`` is the stage's rank.
+    ``name`` is for people; ``placement[stage]`` is the stage's rank. ``barrier`` is whether ranks meet between steps, so that
+    all begin a step together. Then a step costs its makespan, otherwise the period of steps in a row.
     """
 
     cost: CostModel
     microbatches: int
     placement: tuple[int, ...]
     name: str = "case"
+    barrier: bool = False
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -248,7 +250,7 @@ class Case:
             memory_input_grad=fields.numbers("mem_b", stages, 0.5),
             memory_limit=None if fields.given("mem_cap", None) is None else fields.numbers("mem_cap", ranks),
         )
-        return Case(cost, microbatches, placement, str(outer.given("name", name)))
+        return Case(cost, microbatches, placement, str(outer.given("name", name)), fields.flag("barrier"))
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object from which :meth:`from_json` reads an equal case."""
@@ -270,11 +272,14 @@ class Case:
             "mem_b": list(cost.memory_input_grad),
             "mem_cap": None if cost.memory_limit is None else list(cost.memory_limit),
             "placement": placement_lists(self.placement),
+            "barrier": self.barrier,
         }
         return {"name": self.name, "case": fields}
 
 
-_FIELDS: Final = frozenset("version S M t_f t_b t_w c_f c_b o_f o_b duplex blocking_comm mem_cap mem_f mem_b placement".split())
+_FIELDS: Final = frozenset(
+    "version S M t_f t_b t_w c_f c_b o_f o_b duplex blocking_comm mem_cap mem_f mem_b placement barrier".split()
+)
 
 
 def _blocking(value: Any) -> Blocking:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from adaptra import _C
 from adaptra.errors import CaseError, ScheduleError
 from adaptra.program import Kind, Op, Program
-from adaptra.program.dependencies import INPUT_GRADIENT, WEIGHT_GRADIENT
+from adaptra.program.dependencies import INPUT_GRADIENT, RULE, WEIGHT_GRADIENT
 from adaptra.program.routing import Routing
 from adaptra.program.verify import verify
 from adaptra.simulation.cost import Case, CostModel, placement_lists
@@ -106,6 +106,24 @@ def simulate_period(program: Program, case: JobCase) -> PeriodicSimulation:
         raise AssertionError(f"{program.name}: the simulator can't execute what the verifier accepts")
     held, in_flight = (tuple(_most(order, ends) for order in whole.orders) for ends in (WEIGHT_GRADIENT, INPUT_GRADIENT))
     return PeriodicSimulation(whole, case, simulated.period, simulated.makespan, held, in_flight, simulated)
+
+
+def pipeline_period(program: Program, cost: CostModel) -> float:
+    """Return the period of a program of one pipeline over :data:`STEPS` steps, in the cost model's unit.
+
+    REDUCE and STEP take no time. Every placement and mode of communication is simulated.
+
+    Raises:
+        CaseError, ScheduleError: As of :func:`adaptra.simulation.simulate.simulate`.
+    """
+    program.require_one_pipeline("pipeline_period")
+    if program.stages != cost.stages:
+        raise CaseError(f"{program.name} has {program.stages} stages, the cost model {cost.stages}: expected as many")
+    found = _C.period_of(program, cost, _C.to_orders(program.orders), RULE, STEPS)
+    if found is None:
+        verify(program)
+        raise AssertionError(f"{program.name}: the simulator can't execute what the verifier accepts")
+    return found
 
 
 def simulate_alike(program: Program, cost: CostModel, changing: Collection[int] = ()) -> PeriodicSimulation:

@@ -118,6 +118,10 @@ class Fields:
             raise self.refuse(name, "true or false", value)
         return value
 
+    def flag_or_false(self, name: str) -> bool:
+        """Read true or false. A field that writers may omit is false."""
+        return name in self._left and self.flag(name)
+
     def items(self, name: str) -> list[object]:
         """Read a list; the caller checks its items."""
         value = self._take(name)

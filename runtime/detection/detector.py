@@ -47,6 +47,8 @@ class Detection:
         noise: The standard deviation of a step's time, seconds.
         by_replica: The new costs of each replica; empty where one pipeline is watched on its own.
         is_review: Whether nothing has changed, and the costs are those of the last steps.
+        barrier: Whether all ranks meet between steps.
+        barrier_is_new: Whether the running plan is for the other answer to that.
     """
 
     step: int
@@ -57,13 +59,18 @@ class Detection:
     noise: float = 0.0
     by_replica: tuple[CostModel, ...] = ()
     is_review: bool = False
+    barrier: bool = False
+    barrier_is_new: bool = False
 
     @property
     def reason(self) -> str:
         """The changes as one line of text."""
         if self.is_review:
             return "nothing is gained any more, as the last steps measured"
-        return "; ".join(map(str, self.changes)) or "calibrated by measurement"
+        changes = [*map(str, self.changes)] or ([] if self.barrier_is_new else ["calibrated by measurement"])
+        if self.barrier_is_new:
+            changes.append("all ranks meet between steps" if self.barrier else "ranks meet no more between steps")
+        return "; ".join(changes)
 
     def after(self, earlier: Detection | None) -> Detection:
         """Return this detection with the changes of an earlier one, for which nothing was decided, that it does not replace."""
@@ -123,6 +130,11 @@ class Detector:
     def cost(self) -> CostModel:
         """The current cost model, in seconds."""
         return self._cost
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the costs are measured ones."""
+        return self._is_calibrated
 
     @property
     def latest(self) -> Detection:

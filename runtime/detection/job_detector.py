@@ -38,6 +38,11 @@ class JobDetector:
         return largest([detector.cost for detector in self._detectors])
 
     @property
+    def is_calibrated(self) -> bool:
+        """Whether the costs of all replicas are measured ones."""
+        return all(detector.is_calibrated for detector in self._detectors)
+
+    @property
     def latest(self) -> Detection:
         """The costs of the recent steps; see :attr:`.detector.Detector.latest`."""
         found = [detector.latest for detector in self._detectors]

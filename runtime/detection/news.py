@@ -174,4 +174,4 @@ def _exact(measured: StepMeasurement) -> Hashable:
         (one.source, one.destination, one.messages, one.stalls, one.estimate.occupancy is None, one.estimate.spacing is None)
         for one in measured.edges
     )
-    return stages, edges, measured.pause if measured.pause > PAUSE else 0.0
+    return stages, edges, measured.pause if measured.pause > PAUSE else 0.0, measured.has_met

@@ -30,9 +30,14 @@ class _Pause(NamedTuple):
 
 
 class Speculation:
-    """Tracks suspicions from step to step."""
+    """Tracks suspicions from step to step.
+
+    Attributes:
+        drafted: The last suspicion that was planned for.
+    """
 
     def __init__(self) -> None:
+        self.drafted: Detection | None = None
         self._suspicion: Detection | None = None
         self._pauses: dict[Where, _Pause] = {}
 

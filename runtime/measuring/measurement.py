@@ -123,6 +123,7 @@ class StepMeasurement:
         pause: The largest excess of an op's duration over the median of its kind, seconds: a garbage collection, a busy
             machine.
         reduce: The rank's REDUCE at the end of the step before. None without other replicas, and in the first step.
+        has_met: Whether the rank has met all others between the step before and this one.
     """
 
     rank: int
@@ -132,10 +133,11 @@ class StepMeasurement:
     edges: tuple[EdgeMeasurement, ...]
     pause: float = 0.0
     reduce: ReduceTimes | None = None
+    has_met: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that :meth:`from_json` reads back to an equal measurement."""
-        return {
+        fields: dict[str, Any] = {
             "rank": self.rank,
             "step": self.step,
             "seconds": self.seconds,
@@ -158,7 +160,10 @@ class StepMeasurement:
                 for m in self.edges
             ],
             "pause": self.pause,
-        } | ({} if self.reduce is None else {"reduce": _reduce_to_json(self.reduce)})
+        }
+        if self.reduce is not None:
+            fields["reduce"] = _reduce_to_json(self.reduce)
+        return fields | ({"has_met": True} if self.has_met else {})
 
     @staticmethod
     def from_json(data: object) -> StepMeasurement:
@@ -176,6 +181,7 @@ class StepMeasurement:
             edges=tuple(map(_read_edge, fields.objects("edges"))),
             pause=fields.number("pause"),
             reduce=None if (reduce := fields.raw_or_none("reduce")) is None else _read_reduce(reduce),
+            has_met=fields.flag_or_false("has_met"),
         )
         fields.end()
         return measurement

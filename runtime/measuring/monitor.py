@@ -172,6 +172,14 @@ class LinkRecord(NamedTuple):
     event: RdmaEvent
 
 
+@dataclass(slots=True)
+class _Between:
+    """What lies between the last step and the next one: nothing that ranks waited for, or a meeting of all of them."""
+
+    is_nothing: bool = False
+    has_met: bool = False
+
+
 class Monitor:
     """Records of one rank.
 
@@ -203,7 +211,7 @@ class Monitor:
         self._occupancies: dict[tuple[int, int], float] = {}
         self._reduce: tuple[Any, Any, int] | None = None
         self._first = FirstOp()
-        self._is_next = False
+        self._between = _Between()
         self._links: deque[LinkRecord] = deque(maxlen=_KEPT_LINKS)
         self._stalling: OrderedDict[tuple[int, int, int], StallTracker] = OrderedDict()
 
@@ -219,7 +227,7 @@ class Monitor:
     def begin_step(self) -> None:
         """Discard the records since the last :meth:`end_step`, which belong to a failed step or to one that only evaluated."""
         if self._first.ready is not None or self._ops:
-            self._is_next = False
+            self._between.is_nothing = False
         self._ops, self._messages, self._waits, self._probes, self._rates, self._reduce = [], [], [], {}, {}, None
         self._first = FirstOp()
 
@@ -232,7 +240,7 @@ class Monitor:
 
         The next step began for all of them after that, so it does not show what REDUCE of one rank cost.
         """
-        self._is_next = False
+        self._between.is_nothing = False
 
     def op(self, op: Op, start: Any, end: Any) -> None:
         """Record that a compute op ran between two marks of the rank's clock."""
@@ -277,6 +285,10 @@ class Monitor:
         """Record that the step's gradients were added over the replicas between two marks, and their bytes."""
         self._reduce = start, end, nbytes
 
+    def meet(self) -> None:
+        """Record that the rank meets all others before the next step."""
+        self._between.has_met = True
+
     def end_step(self, step: int, start: float, end: float, shape: int = 0) -> StepMeasurement:
         """Condense the step that ran from ``start`` to ``end``, keep its records and begin the next step.
 
@@ -287,12 +299,12 @@ class Monitor:
         edges = self._measure_edges(records, shape)
         reduce = self._measure_reduce(records, ready, edges)
         self.begin_step()
-        self._is_next = True
+        has_met, self._between = self._between.has_met, _Between(is_nothing=True)
         self._kept.append(records)
         durations = _durations(records)
         pause = max((max(values) - median(values) for values in durations.values()), default=0.0)
         stages = self._measure_stages(durations)
-        return StepMeasurement(self._rank, step, records.end - start, stages, edges, pause, reduce)
+        return StepMeasurement(self._rank, step, records.end - start, stages, edges, pause, reduce, has_met)
 
     @property
     def kept(self) -> tuple[StepRecords, ...]:
@@ -352,7 +364,7 @@ class Monitor:
             return None
         start, end, nbytes, _ = before.reduce
         exposed = None
-        if self._is_next and records.ops:
+        if self._between.is_nothing and records.ops:
             computed = max((op.end for op in before.ops), default=start)
             usual = {(edge.source, edge.destination): edge.estimate.flight for edge in edges}
             exposed = exposed_seconds(start, end, computed, ready, self._first.arrival(usual))

@@ -361,11 +361,13 @@ class Worker:
 
     def gradient_norm(self, norm_type: float) -> Tensor:
         """Return the norm of all stages' gradients after the last step, the same on every rank; all ranks call it."""
+        self.monitor.meet()
         with self._meeting():
             return self._parts.norms.total(self._step - 1, norm_type, self._options.timeout)
 
     def found_anywhere(self, found: bool) -> bool:
         """Return True if ``found`` is true on any rank after the last step; all ranks call it."""
+        self.monitor.meet()
         with self._meeting():
             return self._parts.norms.found_anywhere(self._step - 1, found, self._options.timeout)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from adaptra.program import Program
 from adaptra.program.schedules import gpipe, zb_h1
+from adaptra.runtime.control.deciding.replanning import step_bound, step_seconds
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.measuring.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
 from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.simulate import lower_bound, simulate
 
 RANKS, MICROBATCHES = 4, 8
 HEALTHY = CostModel.uniform(RANKS, 0.02, 0.02, 0.01, latency=2e-4)
@@ -17,8 +17,8 @@ HEALTHY_PROGRAM, SLOW_PROGRAM = zb_h1(RANKS, MICROBATCHES), gpipe(RANKS, MICROBA
 
 
 def predict(program: Program, cost: CostModel) -> float:
-    """Seconds of a step."""
-    return simulate(program, cost).makespan
+    """Seconds of a step, one of many in a row."""
+    return step_seconds(program, cost, barrier=False)
 
 
 def best(case: Case, incumbent: Program) -> Program:
@@ -28,7 +28,7 @@ def best(case: Case, incumbent: Program) -> Program:
 
 def bound(case: Case) -> float:
     """Seconds below which no program takes."""
-    return lower_bound(case).value
+    return step_bound(case)
 
 
 def plan_zero(program: Program = HEALTHY_PROGRAM) -> Plan:

@@ -16,10 +16,10 @@ from itertools import count
 
 from policy_world import PolicyWorld
 
-from adaptra.planning.planner import plan
+from adaptra.planning.routes.steady_steps import PERIOD
 from adaptra.program import Program
 from adaptra.runtime.control.deciding.policy import BeginPlanning, ControllerOptions
-from adaptra.runtime.control.deciding.replanning import Planning, makespan
+from adaptra.runtime.control.deciding.replanning import Planning
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.detection.changes import Change, ChangeKind
 from adaptra.runtime.detection.detector import Detection
@@ -27,7 +27,7 @@ from adaptra.runtime.detection.shape_scales import RelativeSizes, ShapeScales
 from adaptra.runtime.measuring.measurement import StepMeasurement
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.simulate import lower_bound, simulate
+from adaptra.simulation.simulate import simulate
 from adaptra.simulation.timeline import MessageInterval
 
 CASE = Case(CostModel.uniform(4, 0.02, 0.02, 0.02, latency=2e-4), 16, (0, 1, 2, 3))
@@ -36,7 +36,7 @@ CASE = Case(CostModel.uniform(4, 0.02, 0.02, 0.02, latency=2e-4), 16, (0, 1, 2, 
 EFFORT = 30_000
 """Of the planner, about a millisecond: the same plans everywhere."""
 
-PLANNING = Planning(lambda case, incumbent: plan(case, incumbent=incumbent, effort=EFFORT))
+PLANNING = Planning(lambda case, incumbent: PERIOD.plan(case, incumbent=incumbent, effort=EFFORT))
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +158,8 @@ class NoisySteps:
         self._scales = [ShapeScales() for _ in self._monitors]
         self._lengths = random.Random(self.seed)
         self._steps = count()
-        program = plan(self.case, effort=EFFORT).compute_only()
-        predicted, bound = makespan(program, self.case.cost), lower_bound(self.case).value
+        program = PERIOD.plan(self.case, effort=EFFORT).compute_only()
+        predicted, bound = PERIOD.of(program, self.case.cost), PERIOD.bound(self.case)
         initial = Plan(0, program, self.case, predicted, bound, "initial")
         self._world = PolicyWorld(initial, len(self._monitors), PLANNING, self.options)
         self.seconds = 0.0
@@ -261,9 +261,9 @@ class NoisySteps:
 
 
 def best_plan(case: Case, cost: CostModel, incumbent: Program) -> tuple[Program, float]:
-    """The planner's program under these costs, and its makespan."""
+    """The planner's program under these costs, and its period."""
     found = PLANNING.planner(replace(case, cost=cost), incumbent).compute_only()
-    return found, makespan(found, cost)
+    return found, PERIOD.of(found, cost)
 
 
 def random_episode(case: Case, seed: int) -> list[Fault]:
@@ -334,7 +334,7 @@ def flapping_episode(case: Case, seed: int) -> tuple[Case, list[Fault]]:
 
 
 def over_the_best(run: NoisySteps, steps: int) -> float:
-    """Run so many steps, and compare their makespans with those of the best plan of each step, as if it were known before.
+    """Run so many steps, and compare their periods with those of the best plan of each step, as if it were known before.
 
     The calibrating steps do not count, and noise counts on neither side.
     """
@@ -348,12 +348,12 @@ def over_the_best(run: NoisySteps, steps: int) -> float:
             for fault in lasting:
                 cost = fault.apply(cost)
             found = (best_plan(run.case, cost, start)[0] for start in (run.program, first))
-            best[lasting] = min(found, key=lambda program, cost=cost: makespan(program, cost))
+            best[lasting] = min(found, key=lambda program, cost=cost: PERIOD.of(program, cost))
         if step >= 4:
             cost = run.cost_at(step)
-            taken = makespan(run.program, cost)
+            taken = PERIOD.of(run.program, cost)
             ours += taken
-            clairvoyant += min(taken, makespan(best[lasting], cost))
+            clairvoyant += min(taken, PERIOD.of(best[lasting], cost))
         run.step()
     return ours / clairvoyant
 
@@ -394,7 +394,7 @@ def judge(run: NoisySteps, faults: Sequence[Fault]) -> list[Verdict]:
                 cost = run.cost_at(step)
                 _, best = best_plan(run.case, cost, run.program)
                 # Its share and size are such that it always does.
-                matters[fault] = fault.kind is ChangeKind.LOSS or best < (1 - ControllerOptions().switch_gain) * makespan(
+                matters[fault] = fault.kind is ChangeKind.LOSS or best < (1 - ControllerOptions().switch_gain) * PERIOD.of(
                     run.program, cost
                 )
         detection = run.step()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from adaptra.errors import PlanError
 from adaptra.planning.least_memory import plan_least_memory
-from adaptra.planning.planner import plan as search
+from adaptra.planning.routes.steady_steps import timing_of
 from adaptra.program import Program
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.worker.step.rank_programs import check_memory
@@ -45,13 +45,14 @@ class ShapePrograms:
         agreed = plan.program
         if agreed.routing is None and agreed.microbatches == self.microbatches and self._fits(agreed):
             return agreed
-        case = Case(self._scaled(plan.case.cost), self.microbatches, plan.case.placement, name="another shape")
+        case = Case(self._scaled(plan.case.cost), self.microbatches, plan.case.placement, "another shape", plan.case.barrier)
+        timing = timing_of(barrier=case.barrier)
         try:
-            return search(case)
+            return timing.plan(case)
         except PlanError:
             if self.is_given:
                 raise
-            return plan_least_memory(replace(case, cost=replace(case.cost, memory_limit=None)))
+            return plan_least_memory(replace(case, cost=replace(case.cost, memory_limit=None)), timing=timing)
 
     @property
     def relative(self) -> tuple[float, ...]:

@@ -1,4 +1,4 @@
-"""Explanation of a plan's warm-up forwards: the bubble equations with the plan's numbers filled in."""
+"""Explanation of a plan: its period and makespan, what limits it, and the bubble equations with its numbers filled in."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from adaptra.equations.bubble import SYMBOLS, equations
 from adaptra.equations.equation import Equation, legend
 from adaptra.equations.warm_up import WarmUp, edge_times, warm_up
 from adaptra.errors import PlanError
+from adaptra.planning.explaining.memory_table import MemoryPoint, time_by_memory
 from adaptra.planning.limitation import Limitation, what_limits
 from adaptra.planning.remedies.bandwidth_remedies import BandwidthOptions, Edge, Remedies, find_remedies
+from adaptra.planning.routes.steady_steps import PERIOD
+from adaptra.planning.timing import MAKESPAN, StepBound, StepTiming
 from adaptra.program import Kind, Program
 from adaptra.simulation.cost import MEMORY_TOLERANCE, Case, CostModel
 from adaptra.simulation.simulate import Bound, lower_bound, simulate
@@ -75,8 +78,14 @@ class Explanation:
         asked: The warm-up forwards that the equations require.
         makespan: The simulated makespan.
         bound: The makespan bound and its cause.
+        period: The period of steps in a row.
+        period_bound: The period bound and its cause.
+        busy: The time for which the busiest rank computes in a step; the rest of either time it idles.
+        counts: The name of the time that counts: the period, or behind a barrier the makespan.
+        by_memory: What less and more memory would bring, the least first; see
+            :func:`adaptra.planning.explaining.memory_table.time_by_memory`.
         lines: Every equation at every stage or edge where it applies, sorted by equation.
-        limitation: The limit of the plan's makespan, and the changes that would help.
+        limitation: The limit of the time that counts, and the changes that would help.
         remedies: The remedies for edges whose bandwidth limits the plan, or None if there is no such edge.
         unit: Unit of all times, such as ``seconds``; empty for the case's own.
     """
@@ -87,6 +96,11 @@ class Explanation:
     asked: WarmUp
     makespan: float
     bound: Bound
+    period: float
+    period_bound: StepBound
+    busy: float
+    counts: str
+    by_memory: tuple[MemoryPoint, ...]
     lines: tuple[Line, ...]
     limitation: Limitation
     remedies: Remedies | None
@@ -102,6 +116,11 @@ class Explanation:
         """Excess of the makespan over the bound, as a fraction of the bound. Zero for a step that takes no time."""
         return self.makespan / self.bound.value - 1.0 if self.bound.value > 0 else 0.0
 
+    @property
+    def period_gap(self) -> float:
+        """Excess of the period over its bound, as a fraction of the bound. Zero for a step that takes no time."""
+        return self.period / self.period_bound.value - 1.0 if self.period_bound.value > 0 else 0.0
+
     def to_json(self) -> dict[str, Any]:
         """Return the explanation as JSON values."""
         return {
@@ -116,6 +135,13 @@ class Explanation:
             "bound": self.bound.value,
             "binds": f"{self.bound.kind.value}, {self.bound.where}",
             "gap": self.gap,
+            "period": self.period,
+            "period_bound": self.period_bound.value,
+            "period_binds": self.period_bound.cause,
+            "period_gap": self.period_gap,
+            "busy": self.busy,
+            "counts": self.counts,
+            "by_memory": [point.to_json() for point in self.by_memory],
             "limitation": self.limitation.to_json(),
             "remedies": None if self.remedies is None else self.remedies.to_json(),
             "unit": self.unit,
@@ -137,9 +163,24 @@ class Explanation:
     def _summary(self) -> Iterator[str]:
         gap = f"gap {100 * self.gap:.1f} %"
         yield f"{self.name}: makespan {self.makespan:g}, no plan beats {self.bound}, {gap}; all times {self._unit}"
+        gap = f"gap {100 * max(self.period_gap, 0.0):.1f} %"
+        yield f"steps in a row: period {self.period:g}, no plan beats {self.period_bound}, {gap}"
+        of_period, of_makespan = (
+            0.0 if time - self.busy < 1e-9 * self.busy else time - self.busy for time in (self.period, self.makespan)
+        )
+        idle = f"{of_period:g} of the period, {of_makespan:g} of the makespan"
+        yield f"the busiest rank computes for {self.busy:g}: it idles for {idle}"
         yield str(self.limitation)
         if self.remedies is not None:
             yield str(self.remedies)
+        if len(self.by_memory) > 1:
+            over = "; + is more than the limit" if any(point.is_over for point in self.by_memory) else ""
+            yield f"{self.counts} for the most memory that a rank holds; * is this plan{over}:"
+            marked = [f"{point.held:.4g}{'*' * point.is_own}{'+' * point.is_over}" for point in self.by_memory]
+            columns = [(held, f"{point.time:.4g}") for held, point in zip(marked, self.by_memory, strict=True)]
+            widths = [max(map(len, column)) for column in columns]
+            for name, row in zip(("memory", self.counts), zip(*columns, strict=True), strict=True):
+                yield f"  {name:<9}" + "".join(f" {text:>{width}}" for text, width in zip(row, widths, strict=True))
         yield f"N = {self.microbatches}, S = {len(self.x)}; warm-up forwards per stage, x_i:"
         yield f"  this plan           {' '.join(map(str, self.x))}"
         yield f"  the equations alone {' '.join(map(str, self.asked.x))}"
@@ -161,6 +202,7 @@ def explain(
     spread: Sequence[Edge] = (),
     rounded: Sequence[Edge] = (),
     unit: str = "",
+    timing: StepTiming = MAKESPAN,
 ) -> Explanation:
     """Fill the bubble equations with the numbers of a plan.
 
@@ -175,6 +217,8 @@ def explain(
         bandwidth, spread, rounded: Remedies for edges whose bandwidth limits the plan, available and in use; see
             :func:`adaptra.planning.remedies.bandwidth_remedies.find_remedies`.
         unit: Unit of the times in ``cost``, such as ``seconds``; empty for the case's own.
+        timing: The time that counts for what limits it and what would help: the makespan, or
+            :data:`adaptra.planning.routes.steady_steps.PERIOD`.
 
     Raises:
         PlanError: The program has another number of microbatches, or no backward and therefore no warm-up.
@@ -195,9 +239,14 @@ def explain(
         asked,
         simulation.makespan,
         lower_bound(case),
+        PERIOD.of(simulation.program, cost),
+        PERIOD.binds(case),
+        max(simulation.busy),
+        timing.name,
+        time_by_memory(case, simulation.program, timing),
         (*_edge_lines(cost, program.microbatches, x, asked), *_bound_lines(cost, program.microbatches, asked.limit)),
-        what_limits(simulation),
-        find_remedies(case, simulation.program, spread, rounded, bandwidth=bandwidth or BandwidthOptions()),
+        what_limits(simulation, timing),
+        find_remedies(case, simulation.program, spread, rounded, bandwidth=bandwidth or BandwidthOptions(), timing=timing),
         unit,
     )
 

@@ -15,13 +15,14 @@ from typing import Any, Final
 
 from adaptra.planning.layouts.choose_roles import LEAST_GAIN
 from adaptra.planning.layouts.layout_change import SplitChange
-from adaptra.planning.limitation import EFFORT, cause_of
-from adaptra.planning.planner import plan
+from adaptra.planning.limitation import EFFORT
+from adaptra.planning.routes.steady_steps import timing_of
+from adaptra.planning.timing import MAKESPAN, StepBound, StepTiming
 from adaptra.program import Program
 from adaptra.program.placement import Edge
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.cut_points import CutPoint, CutPoints, MovedCut
-from adaptra.simulation.simulate import Bound, lower_bound, simulate
+from adaptra.simulation.simulate import lower_bound
 
 MOST_CUTS: Final = 4
 """The most moved cut points to plan for: those with the lowest makespan bounds."""
@@ -68,8 +69,8 @@ class RemedyPlan:
         change: A description of the change, for people.
         program: The plan with the remedy.
         cost: The cost model with the remedy.
-        makespan: The simulated makespan of the plan.
-        bound: The makespan bound with this remedy.
+        makespan: The simulated makespan of the plan, or its period.
+        bound: The bound of that with this remedy.
         wanted: The action that the user must take to get it, or None if a plan can include it already.
         cut: The cut point that moves, or None.
     """
@@ -79,7 +80,7 @@ class RemedyPlan:
     program: Program
     cost: CostModel
     makespan: float
-    bound: Bound
+    bound: StepBound
     wanted: str | None
     cut: MovedCut | None = None
 
@@ -92,16 +93,16 @@ class Remedies:
         edges: The directed edges, in ascending order.
         occupancy: The longest time that a message occupies one of them.
         load: The longest time that a rank computes for a microbatch. An edge limits the step if its occupancy is longer.
-        makespan: The simulated makespan without a remedy.
-        bound: The makespan bound without a remedy.
-        choices: All remedies, shortest makespan first.
+        makespan: The simulated makespan without a remedy, or the period.
+        bound: The bound of that without a remedy.
+        choices: All remedies, the shortest time first.
     """
 
     edges: tuple[Edge, ...]
     occupancy: float
     load: float
     makespan: float
-    bound: Bound
+    bound: StepBound
     choices: tuple[RemedyPlan, ...]
 
     def best(self, remedy: Remedy) -> RemedyPlan | None:
@@ -122,7 +123,7 @@ class Remedies:
                     "change": choice.change,
                     "makespan": choice.makespan,
                     "bound": choice.bound.value,
-                    "then": cause_of(choice.bound),
+                    "then": choice.bound.cause,
                     "wanted": choice.wanted,
                 }
                 for choice in self.choices
@@ -145,13 +146,19 @@ class Remedies:
                 f"{choice.makespan:g}, {100 * saved:.1f} % less" if saved > 0 else f"{choice.makespan:g}, which saves nothing"
             )
             how = f"; {choice.wanted}" if choice.wanted else ""
-            yield f"  {choice.change}: {gain}; then limited by {cause_of(choice.bound)}{how}"
+            yield f"  {choice.change}: {gain}; then limited by {choice.bound.cause}{how}"
         if not self.choices:
             yield "  nothing known would help: a faster link, or a model that sends less between these stages"
 
 
 def find_remedies(
-    case: Case, program: Program, spread: Sequence[Edge] = (), rounded: Sequence[Edge] = (), *, bandwidth: BandwidthOptions
+    case: Case,
+    program: Program,
+    spread: Sequence[Edge] = (),
+    rounded: Sequence[Edge] = (),
+    *,
+    bandwidth: BandwidthOptions,
+    timing: StepTiming = MAKESPAN,
 ) -> Remedies | None:
     """Find the remedies for the edges whose bandwidth limits a case.
 
@@ -161,18 +168,20 @@ def find_remedies(
         spread: The edges whose messages are spread over several connections already.
         rounded: The edges whose messages are rounded already.
         bandwidth: The available remedies.
+        timing: The time that counts: the makespan, or :data:`adaptra.planning.routes.steady_steps.PERIOD`.
 
     Returns:
         The remedies, or None if no edge's bandwidth limits the case or if no plan fits it.
     """
     edges, load = bound_edges(case)
-    bound = lower_bound(case)
+    bound = timing.binds(case)
     if not edges or math.isinf(bound.value):
         return None
-    choices = [_choice(case, program, *candidate) for candidate in _candidates(case, edges, bandwidth, spread, rounded)]
+    candidates = _candidates(case, edges, bandwidth, spread, rounded)
+    choices = [_choice(timing, case, program, *candidate) for candidate in candidates]
     choices.sort(key=lambda choice: choice.makespan)
     occupancy = max(case.cost.occupancy(*edge) for edge in edges)
-    return Remedies(edges, occupancy, load, simulate(program, case.cost).makespan, bound, tuple(choices))
+    return Remedies(edges, occupancy, load, timing.of(program, case.cost), bound, tuple(choices))
 
 
 def choose_split(
@@ -197,8 +206,9 @@ def choose_split(
     Returns:
         The change and the cut points at which stages 1, 2, … then begin; None if no move pays.
     """
-    adapted = plan(case, incumbent=program if program.routing is None else None, effort=EFFORT).compute_only()
-    found = find_remedies(case, adapted, spread, rounded, bandwidth=bandwidth)
+    timing = timing_of(barrier=case.barrier)
+    adapted = timing.plan(case, incumbent=program if program.routing is None else None, effort=EFFORT).compute_only()
+    found = find_remedies(case, adapted, spread, rounded, bandwidth=bandwidth, timing=timing)
     if found is None:
         return None
     seconds_before = found.makespan if routed is None else min(found.makespan, routed)
@@ -283,8 +293,15 @@ def _split(move: MovedCut) -> str:
 
 
 def _choice(
-    case: Case, program: Program, remedy: Remedy, change: str, cost: CostModel, wanted: str | None, cut: MovedCut | None
+    timing: StepTiming,
+    case: Case,
+    program: Program,
+    remedy: Remedy,
+    change: str,
+    cost: CostModel,
+    wanted: str | None,
+    cut: MovedCut | None,
 ) -> RemedyPlan:
     changed = replace(case, cost=cost)
-    found = plan(changed, incumbent=program, effort=EFFORT).compute_only()
-    return RemedyPlan(remedy, change, found, cost, simulate(found, cost).makespan, lower_bound(changed), wanted, cut)
+    found = timing.plan(changed, incumbent=program, effort=EFFORT).compute_only()
+    return RemedyPlan(remedy, change, found, cost, timing.of(found, cost), timing.binds(changed), wanted, cut)

@@ -41,6 +41,7 @@ struct Job {
   double hand_over = 0.0;                          // latency of an accumulator that passes from one worker to another
   bool hands_over = true;                          // whether a W waits for the W of the microbatch before it
   std::vector<std::uint8_t> changing;              // per stage: whether an F waits for the F of the microbatch before it
+  bool has_ports = true;                           // whether messages of a worker's several links wait for each other
   bool barrier = false;                            // whether every Step waits for all workers' Reduce
   std::vector<std::int32_t> holder;                // the worker of (replica, stage, microbatch), -1 for none; see index()
   std::vector<std::int32_t> home;                  // per worker: its replica

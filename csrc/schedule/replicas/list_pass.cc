@@ -25,13 +25,20 @@ struct Moment {
 
 [[nodiscard]] bool computes(const JobNode& node) { return node.kind != JobKind::Reduce && node.kind != JobKind::Step; }
 
-[[nodiscard]] bool takes_memory(const JobNode& node, bool backwards) {
-  return backwards ? node.kind == JobKind::W || node.kind == JobKind::B : node.kind == JobKind::F;
+// Whether a microbatch begins or ends on a stage with this op.
+[[nodiscard]] bool is_outer(const JobNode& node, bool is_first) {
+  return is_first ? node.kind == JobKind::F : node.kind == JobKind::W || node.kind == JobKind::B;
 }
+
+constexpr double kSlack = 1e-9;  // of a sum of memory over its limit, as adaptra.simulation.cost.MEMORY_TOLERANCE
 
 }  // namespace
 
-ListPass::ListPass(const Network& network, const std::vector<std::int32_t>& memory) : network_(network), memory_(memory) {
+Room room_for(const std::vector<std::int32_t>& microbatches, std::size_t stages) {
+  return {{microbatches.begin(), microbatches.end()}, std::vector<double>(stages, 1.0), std::vector<double>(stages, 0.0)};
+}
+
+ListPass::ListPass(const Network& network, const Room& room) : network_(network), room_(room) {
   const std::size_t count = network.nodes.size();
   for (Graph* graph : {&forward_, &backward_}) {
     graph->needed.assign(count, 0);
@@ -71,7 +78,7 @@ ListPass::ListPass(const Network& network, const std::vector<std::int32_t>& memo
       several = several || stages_of_[static_cast<std::size_t>(worker)].size() > 1;
     }
   }
-  if (several) held_of_.resize(network.workers() * network.job.columns.size());
+  if (several) begun_.resize(network.workers() * network.job.columns.size());
   expects_.resize(network.workers());
 }
 
@@ -122,16 +129,39 @@ bool ListPass::goes_later(std::int32_t a, std::int32_t b) const {
   return first != second ? first > second : a > b;
 }
 
+// What the op takes when it starts.
+double ListPass::taken_by(const JobNode& node) const {
+  const auto stage = static_cast<std::size_t>(node.stage);
+  const double all = room_.taken[stage], early = room_.freed_by_input[stage];
+  if (!backwards_) return node.kind == JobKind::F ? all : 0.0;
+  return node.kind == JobKind::W ? all - early : node.kind == JobKind::I ? early : node.kind == JobKind::B ? all : 0.0;
+}
+
+// What it frees when it ends.
+double ListPass::freed_by(const JobNode& node) const {
+  const auto stage = static_cast<std::size_t>(node.stage);
+  const double all = room_.taken[stage], early = room_.freed_by_input[stage];
+  if (backwards_) return node.kind == JobKind::F ? all : 0.0;
+  return node.kind == JobKind::W ? all - early : node.kind == JobKind::I ? early : node.kind == JobKind::B ? all : 0.0;
+}
+
+// What must be free for it to start. Backwards a W leaves room for an I, so that no worker waits for what only that would free.
+double ListPass::lasting(const JobNode& node) const {
+  return is_outer(node, !backwards_) ? room_.taken[static_cast<std::size_t>(node.stage)] : taken_by(node);
+}
+
 // Of several stages each keeps one place, so that none waits for a place that only its own ops would free.
 bool ListPass::fits(std::int32_t node) const {
   const JobNode& one = network_.nodes[static_cast<std::size_t>(node)];
   const auto worker = static_cast<std::size_t>(one.worker);
-  if (!takes_memory(one, backwards_)) return true;
-  std::int32_t kept = 0;
+  const double needed = lasting(one);
+  if (needed == 0.0) return true;
+  double kept = 0.0;
   for (const std::int32_t other : stages_of_[worker]) {
-    if (stages_of_[worker].size() > 1 && other != one.stage && held_of_[place_of(worker, other)] == 0) ++kept;
+    if (stages_of_[worker].size() > 1 && other != one.stage && begun_[place_of(worker, other)] == 0)
+      kept += room_.taken[static_cast<std::size_t>(other)];
   }
-  return held_[worker] + kept < memory_[worker];
+  return held_[worker] + kept + needed <= room_.most[worker] + kSlack;
 }
 
 bool ListPass::delays_a_better_one(std::int32_t node, double now) const {
@@ -162,16 +192,14 @@ std::int32_t ListPass::take(std::size_t worker, double now) {
   return chosen;
 }
 
-void ListPass::hold(std::size_t worker, std::int32_t stage, std::int32_t more) {
-  held_[worker] += more;
-  if (stages_of_[worker].size() > 1) held_of_[place_of(worker, stage)] += more;
-}
+void ListPass::hold(const JobNode& node, double more) { held_[static_cast<std::size_t>(node.worker)] += more; }
 
 void ListPass::start(std::int32_t node, double now) {
   const auto at = static_cast<std::size_t>(node);
   const JobNode& one = network_.nodes[at];
   const auto worker = static_cast<std::size_t>(one.worker);
-  if (takes_memory(one, backwards_)) hold(worker, one.stage, +1);
+  hold(one, taken_by(one));
+  if (!begun_.empty() && is_outer(one, !backwards_)) ++begun_[place_of(worker, one.stage)];
   busy_[worker] = true;
   sequence_[static_cast<std::size_t>(next_[worker]++)] = node;
   starts_[at] = now;
@@ -199,8 +227,8 @@ bool ListPass::run(bool backwards, const std::vector<double>& priority, const st
   std::fill(arrives_.begin(), arrives_.end(), 0.0);
   resource_free_.assign(static_cast<std::size_t>(network_.resources), 0.0);
   for (std::vector<std::int32_t>& heap : offered_) heap.clear();
-  held_.assign(workers, 0);
-  std::fill(held_of_.begin(), held_of_.end(), 0);
+  held_.assign(workers, 0.0);
+  std::fill(begun_.begin(), begun_.end(), 0);
   busy_.assign(workers, true);  // until its release
   next_.assign(network_.first.begin(), network_.first.end() - 1);
   std::priority_queue<Moment, std::vector<Moment>, std::greater<>> moments;
@@ -233,7 +261,8 @@ bool ListPass::run(bool backwards, const std::vector<double>& priority, const st
       }
       --left;
       busy_[worker] = false;
-      if (takes_memory(node, !backwards)) hold(worker, node.stage, -1);
+      hold(node, -freed_by(node));
+      if (!begun_.empty() && is_outer(node, backwards)) --begun_[place_of(worker, node.stage)];
       for (const Dependent& dependent : graph.dependents[at]) {
         const auto to = static_cast<std::size_t>(dependent.node);
         arrives_[to] = std::max(arrives_[to], arrival(dependent, now));

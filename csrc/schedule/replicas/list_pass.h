@@ -2,7 +2,7 @@
 //
 // Whenever a worker is free it starts the op with the least priority among those whose inputs are there and whose microbatch
 // fits into memory. A patient worker starts no op that would delay one of less priority whose inputs are on their way.
-// Backwards, needs and times are turned round: ops start from their ends, and memory is taken by W and freed by F. Passes in
+// Backwards, needs and times are turned round: ops start from their ends, memory is taken by W and I, and freed by F. Passes in
 // turn, each with the times of the one before as priorities, make schedules denser. This is forward-backward improvement, known
 // from project scheduling under limited resources.
 #pragma once
@@ -14,10 +14,20 @@
 
 namespace adaptra::schedule {
 
+// The memory of each worker, in any unit, and what a microbatch takes of it.
+struct Room {
+  std::vector<double> most;            // per worker
+  std::vector<double> taken;           // per stage: from the start of F
+  std::vector<double> freed_by_input;  // per stage: the part that is freed when I ends; W frees the rest when it ends
+};
+
+// That of workers which may hold so many microbatches from the start of F to the end of W.
+[[nodiscard]] Room room_for(const std::vector<std::int32_t>& microbatches, std::size_t stages);
+
 class ListPass {
  public:
-  // `memory`: per worker, the most microbatches from the start of F to the end of W. Keeps references to both.
-  ListPass(const Network& network, const std::vector<std::int32_t>& memory);
+  // Keeps references to both.
+  ListPass(const Network& network, const Room& room);
 
   // Makes starts() and ends(), per node; backwards, both count from the end of the step. Reduce and Step take no part.
   //
@@ -56,13 +66,16 @@ class ListPass {
   [[nodiscard]] bool delays_a_better_one(std::int32_t node, double now) const;
   [[nodiscard]] bool goes_later(std::int32_t a, std::int32_t b) const;
   [[nodiscard]] std::int32_t take(std::size_t worker, double now);
-  void hold(std::size_t worker, std::int32_t stage, std::int32_t more);
+  [[nodiscard]] double taken_by(const JobNode& node) const;
+  [[nodiscard]] double freed_by(const JobNode& node) const;
+  [[nodiscard]] double lasting(const JobNode& node) const;
+  void hold(const JobNode& node, double more);
   [[nodiscard]] std::size_t place_of(std::size_t worker, std::int32_t stage) const {
     return worker * network_.job.columns.size() + static_cast<std::size_t>(stage);
   }
 
   const Network& network_;
-  const std::vector<std::int32_t>& memory_;
+  const Room& room_;
   std::vector<std::vector<std::int32_t>> stages_of_;  // per worker
   Graph forward_, backward_;
   std::int64_t ops_ = 0;
@@ -79,8 +92,8 @@ class ListPass {
   std::vector<std::vector<std::int32_t>> expects_;  // per worker: the ops whose inputs are all on their way
   std::vector<std::int32_t> sequence_, next_;       // next_: per worker, the place in sequence_ of its next op
   std::vector<std::vector<std::int32_t>> offered_;  // per worker: the ops whose inputs are there, as a heap by priority
-  std::vector<std::int32_t> held_;                  // per worker
-  std::vector<std::int32_t> held_of_;               // per worker and stage, of those that have several
+  std::vector<double> held_;                        // per worker
+  std::vector<std::int32_t> begun_;                 // per worker and stage, of those that have several: microbatches
   std::vector<bool> busy_;                          // per worker
   std::vector<std::int32_t> put_aside_;
 };

@@ -74,9 +74,14 @@ void Network::carry(Need& need, std::int32_t from, std::int32_t to, std::int32_t
     need.delay = link.latency;
     return;
   }
+  need.transfer = static_cast<std::int32_t>(transfers.size());
+  if (!job.has_ports) {
+    const std::int32_t alone = resource_of(source, destination);
+    transfers.push_back({{alone, alone, alone}, {link.occupancy, link.occupancy, link.occupancy}, link.latency});
+    return;
+  }
   const std::array<std::int32_t, 3> resource = {resource_of(source, kNone), resource_of(source, destination),
                                                 resource_of(kNone, destination)};
-  need.transfer = static_cast<std::int32_t>(transfers.size());
   transfers.push_back({resource, {gives, link.occupancy, takes}, link.latency});
 }
 

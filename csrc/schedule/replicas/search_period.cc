@@ -1,8 +1,10 @@
 #include "schedule/replicas/search_period.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "schedule/replicas/list_pass.h"
 #include "schedule/replicas/network.h"
@@ -47,7 +49,7 @@ class Search {
         options_(options),
         ops_(all_ops(job)),
         network_(job, ops_),
-        pass_(network_, options.memory),
+        pass_(network_, options.room),
         simulator_(network_, kSteps),
         brief_(network_, kFewSteps),
         rng_(options.seed),
@@ -59,6 +61,12 @@ class Search {
   }
 
   std::optional<JobPlan> run() {
+    if (!options_.start.empty()) {
+      const std::vector<double> priority = starts_of(options_.start);
+      for (const double patience : {1.0, 0.0}) {
+        if (!priority.empty() && !ends()) descend(priority, patience);
+      }
+    }
     for (const double patience : {0.0, 1.0}) {
       for (const bool weights_first : {false, true}) {
         for (int own = 0; own < 4 && !ends(); ++own) descend(rule(own, weights_first), patience);
@@ -104,6 +112,35 @@ class Search {
       priority[index] = kind * 1e9 + rank * job_.replicas + replica;
     }
     return priority;
+  }
+
+  // The start of each op in the first step under these orders; nothing if they wait for each other.
+  [[nodiscard]] std::vector<double> starts_of(const std::vector<JobOrder>& orders) {
+    std::array<std::vector<std::int32_t>, 3> node_of;
+    for (std::vector<std::int32_t>& table : node_of) table.assign(job_.holder.size(), kNone);
+    const auto place = [&](const JobOp& op) -> std::int32_t& {
+      return node_of[static_cast<std::size_t>(op.kind)][job_.index(op.replica, op.stage, op.microbatch)];
+    };
+    for (std::size_t index = 0; index < flat_.size(); ++index) {
+      if (flat_[index].kind <= JobKind::W) place(flat_[index]) = static_cast<std::int32_t>(index);
+    }
+    std::vector<std::int32_t> sequence(network_.nodes.size());
+    std::iota(sequence.begin(), sequence.end(), 0);  // Reduce and Step keep their places behind the other ops
+    for (std::size_t worker = 0; worker < orders.size(); ++worker) {
+      std::int32_t at = network_.first[worker];
+      for (const JobOp& op : orders[worker]) sequence[static_cast<std::size_t>(at++)] = place(op);
+    }
+    const Period found = brief_.run(sequence, Detail::Times);
+    if (!found.complete) return {};
+    std::vector<double> starts(network_.nodes.size());
+    for (std::size_t worker = 0; worker < orders.size(); ++worker) {
+      const std::int32_t first = network_.first[worker], count = network_.first[worker + 1] - first;
+      for (std::int32_t at = 0; at < count; ++at) {
+        const auto node = static_cast<std::size_t>(sequence[static_cast<std::size_t>(first + at)]);
+        starts[node] = found.ops[worker][static_cast<std::size_t>(at)].start;
+      }
+    }
+    return starts;
   }
 
   // Passes forwards and backwards in turns, until one improves nothing.

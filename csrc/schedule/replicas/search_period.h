@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "schedule/replicas/job.h"
+#include "schedule/replicas/list_pass.h"
 
 namespace adaptra::schedule {
 
@@ -16,11 +17,12 @@ struct JobPlan {
 };
 
 struct PeriodSearch {
-  std::vector<std::int32_t> memory;  // per worker: the most microbatches from the start of F to the end of W
+  Room room;                         // the memory of the workers
   std::int64_t effort;               // about how many ops to schedule before giving up
   std::uint64_t seed;                // of all random choices
   double enough;                     // the search ends once the period is no longer
   std::function<bool()> stop;        // asked after every try once there is a plan: true ends the search; may be empty
+  std::vector<JobOrder> start = {};  // F, I and W of each worker, tried first and made to fit the memory; may be empty
 };
 
 // Schedules by lists with several rules, improves each by passes forwards and backwards, and then tries again around the best

@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <limits>
 #include <numeric>
 #include <utility>
 
 #include "schedule/bounds/fit_memory.h"
 #include "schedule/evaluate/evaluator.h"
 #include "schedule/simulate/constants.h"
+#include "schedule/simulate/repeated.h"
 #include "schedule/simulate/sequence.h"
 #include "schedule/simulate/simulate.h"
 
@@ -19,8 +21,11 @@ constexpr double kPrecision = 1e-3;
 
 class SpareMemory {
  public:
-  SpareMemory(const Problem& problem, const Rule& rule, const std::vector<Order>& orders, double at_most, std::int64_t effort)
+  SpareMemory(const Problem& problem, const Rule& rule, const std::vector<Order>& orders, double at_most, std::int64_t effort,
+              std::int32_t steps)
       : problem_(problem),
+        rule_(rule),
+        steps_(steps),
         evaluator_(problem, rule, std::vector<std::int32_t>(problem.placement.size(), problem.microbatches)),
         at_most_(at_most),
         left_(effort),
@@ -72,13 +77,23 @@ class SpareMemory {
         return peaks_[rank] <= limit || fit_.fit(sequences_[rank], limit, weight_grads_first, tried[rank]);
       });
       if (!fits) continue;
-      left_ -= evaluator_.timing_effort();
-      if (evaluator_.time(tried, at_most_) > at_most_) continue;
+      if (time(tried) > at_most_) continue;
       sequences_ = std::move(tried);
       for (const std::size_t rank : ranks) peaks_[rank] = peak(sequences_[rank]);
       return true;
     }
     return false;
+  }
+
+  // The time that must be at most `at_most`, or more than that if it is.
+  double time(const std::vector<Sequence>& sequences) {
+    if (steps_ == 1) {
+      left_ -= evaluator_.timing_effort();
+      return evaluator_.time(sequences, at_most_);
+    }
+    const std::vector<Order> orders = to_orders(sequences, problem_.cost.stages());
+    for (const Order& order : orders) left_ -= static_cast<std::int64_t>(order.size()) * steps_;
+    return period_of(problem_, orders, rule_, steps_).value_or(std::numeric_limits<double>::infinity());
   }
 
   [[nodiscard]] double peak(const Sequence& sequence) const {
@@ -97,6 +112,8 @@ class SpareMemory {
   }
 
   const Problem& problem_;
+  const Rule& rule_;
+  const std::int32_t steps_;
   Evaluator evaluator_;
   const double at_most_;
   std::int64_t left_;
@@ -109,8 +126,8 @@ class SpareMemory {
 }  // namespace
 
 std::vector<Order> spare_memory(const Problem& problem, const Rule& rule, const std::vector<Order>& orders, double at_most,
-                                std::int64_t effort) {
-  return SpareMemory(problem, rule, orders, at_most, effort).run();
+                                std::int64_t effort, std::int32_t steps) {
+  return SpareMemory(problem, rule, orders, at_most, effort, steps).run();
 }
 
 }  // namespace adaptra::schedule

@@ -90,7 +90,7 @@ class JobPlanning(Planning):
         moved = ", ".join(f"{source}→{to}" for source, to in delegated if (source, to) not in current.delegated)
         what = f"{best.what}; edges that take the delegate: {moved}" if moved else best.what
         reason = f"{detection.reason}; {what}; {compared}"[:MAX_REASON]
-        planned = Case(detection.cost, current.case.microbatches, current.case.placement, current.case.name)
+        planned = replace(current.case, cost=detection.cost, barrier=detection.barrier)
         remedy = current.remedy if is_kept else best.kind
         return Plan(current.version, program, planned, best.period, best.bound, reason, delegated, remedy=remedy), None
 
@@ -105,7 +105,7 @@ class JobPlanning(Planning):
         costs = detection.by_replica or (detection.cost,) * self.replicas
         nothing = (0.0,) * case.cost.stages
         memory = JobCase.of(case, self.replicas).memory
-        updates = UpdateSeconds(nothing, nothing)
+        updates = UpdateSeconds(nothing, nothing, barrier=detection.barrier)
         measured = measured_case(costs, case.microbatches, updates, placement=case.placement, memory=memory)
         return replace(measured, changing=self.changing, at_home=self.at_home)
 

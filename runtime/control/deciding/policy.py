@@ -24,13 +24,14 @@ from typing import Final
 from adaptra.errors import AdaptraError
 from adaptra.planning.remedies.bandwidth_remedies import Remedies
 from adaptra.program import Program
-from adaptra.runtime.control.deciding.replanning import Planning, makespan
+from adaptra.runtime.control.deciding.replanning import Planning, step_seconds
 from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.control.plans.plan_log import Agreement
 from adaptra.runtime.detection.changes import EdgeChange, LossChange, StageChange
 from adaptra.runtime.detection.detector import Detection
 from adaptra.runtime.detection.level_shift import DetectorOptions
+from adaptra.runtime.detection.meetings import Meetings
 from adaptra.runtime.detection.speculation import Speculation
 from adaptra.runtime.detection.step_noise import steps_until_sure
 from adaptra.runtime.measuring.measurement import StepMeasurement
@@ -50,7 +51,7 @@ class ControllerOptions:
 
     Attributes:
         adapt: Whether to switch plans. False measures, detects and predicts, and never switches.
-        switch_gain: The fraction of the predicted makespan that a new plan must save to be worth a switch.
+        switch_gain: The fraction of a step's predicted seconds that a new plan must save to be worth a switch.
         delegate: Whether edges that turn slow take the delegate, and return once they have recovered.
         ahead: The number of steps by which the log exceeds the next step of the slowest rank. A switch takes effect that many
             steps after the last confirmation. A control round trip may take up to ``ahead`` steps without stalling training.
@@ -115,7 +116,7 @@ class PlanningOutcome:
     """The outcome of planning for ``detection``: a plan without a version yet, or none, or the error; and the bandwidth
     remedies.
 
-    ``before`` is the makespan of the running plan under the detected costs, in seconds. ``same`` is the running plan if its
+    ``before`` are the seconds of a step of the running plan under the detected costs. ``same`` is the running plan if its
     receives have to be posted sooner, for the case that no plan gains enough.
     """
 
@@ -190,8 +191,8 @@ class Policy:
         self._detector = planning.detector(current.case.cost, options.detector)
         self._gathered: dict[int, dict[int, StepMeasurement]] = {}
         self._observed = -1
+        self._meetings = Meetings()
         self._speculation = Speculation()
-        self._drafted: Detection | None = None
         self._unplanned: Detection | None = None
         self._undecided: Detection | None = None
         self._suggested: tuple[Program, str] | None = None
@@ -239,7 +240,7 @@ class Policy:
         current = agreement.current
         if current is None:
             return []
-        if outcome.detection is self._drafted:
+        if outcome.detection is self._speculation.drafted:
             return self._conclude_draft(outcome, current, now)
         return self._conclude(outcome, current, agreement.slowest, now) if self._unplanned is None else []
 
@@ -250,16 +251,16 @@ class Policy:
             return []
         if self._suggested is not None:
             (program, reason), self._suggested = self._suggested, None
-            before = makespan(current.program, current.case.cost)
-            predicted = makespan(program, current.case.cost)
+            case = current.case
+            before, predicted = (step_seconds(one, case.cost, barrier=case.barrier) for one in (current.program, program))
             return [self._propose(replace(current, program=program, predicted=predicted, reason=reason), before, now)]
         if self._unplanned is not None:
             detection, self._unplanned = self._unplanned, None
             return [self._begin_planning(detection, current, is_draft=False)]
         if late := self._begin_late(current, now):
             return late
-        if (suspicion := self._speculation.suspicion) is not None and suspicion is not self._drafted:
-            self._drafted = suspicion
+        if (suspicion := self._speculation.suspicion) is not None and suspicion is not self._speculation.drafted:
+            self._speculation.drafted = suspicion
             return [self._begin_planning(suspicion, current, is_draft=True)]
         return []
 
@@ -301,9 +302,14 @@ class Policy:
         if self._observed < self._reviewed + REVIEW:
             return None
         self._reviewed = self._observed
-        latest = replace(self._detector.latest, step=self._observed, is_review=True)
+        latest = replace(self._latest, step=self._observed, is_review=True)
         expect = self._planning.expect
         return latest if expect(self._home, latest) <= (1 + NOTHING_GAINED) * expect(current.program, latest) else None
+
+    @property
+    def _latest(self) -> Detection:
+        """What the recent steps measured."""
+        return replace(self._detector.latest, barrier=self._meetings.barrier)
 
     def _event(
         self, kind: EventKind, step: int, plan: Plan, text: str, predicted: float | None = None, before: float | None = None
@@ -313,18 +319,25 @@ class Policy:
     def _detect(self, step: int, measurements: list[StepMeasurement], agreement: Agreement) -> list[Action]:
         detection = self._detector.observe(measurements)
         self._observed = step
+        has_turned = self._meetings.observe(step, measurements)
         current, actions = agreement.current, list[Action]()
         if current is None:
             return []
+        if detection is None and has_turned and self._detector.is_calibrated:
+            detection = replace(self._detector.latest, step=step)
         if detection is not None:
+            barrier = self._meetings.barrier
+            detection = replace(detection, barrier=barrier, barrier_is_new=barrier != current.case.barrier)
             actions.append(self._event(EventKind.DETECTED, step, current, detection.reason))
             self._unplanned = self._undecided = detection.after(self._undecided)
             self._postponed = None
             self._speculation.confirm()
         if self._options.adapt:
-            self._speculation.suspect(step, self._detector.foresee(measurements))
+            suspicion = self._detector.foresee(measurements)
+            known = None if suspicion is None else replace(suspicion, barrier=self._meetings.barrier)
+            self._speculation.suspect(step, known)
         proposal = agreement.proposal
-        if proposal is not None and agreement.is_speculative and self._speculation.suspicion is not self._drafted:
+        if proposal is not None and agreement.is_speculative and self._speculation.suspicion is not self._speculation.drafted:
             actions.append(self._end_speculation(proposal, current))
         return actions
 
@@ -360,7 +373,7 @@ class Policy:
         """Return True if a postponed plan still gains enough under the costs of the steps since then."""
         if (plan.delegated, plan.rounded) != (current.delegated, current.rounded):
             return True  # those steps don't show edges whose messages would take the delegate or round
-        expect, latest = self._planning.expect, self._detector.latest
+        expect, latest = self._planning.expect, self._latest
         before = expect(current.program, latest)
         return self._is_gain(expect(plan.program, latest), before, is_plainer=plan.is_plainer_than(current))
 

@@ -8,6 +8,7 @@ from statistics import fmean
 
 from adaptra.passes.insert_comm import Channel
 from adaptra.planning.remedies.bandwidth_remedies import BFLOAT16_SHARE, Remedies, Remedy, needed_rounding
+from adaptra.planning.routes.steady_steps import timing_of
 from adaptra.program import Program
 from adaptra.program.routing import Grid
 from adaptra.program.verify import verify
@@ -17,17 +18,26 @@ from adaptra.runtime.detection.job_detector import JobDetector
 from adaptra.runtime.detection.level_shift import DetectorOptions
 from adaptra.runtime.detection.step_noise import steps_until_sure
 from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.period import simulate_alike
-from adaptra.simulation.simulate import lower_bound, simulate
+from adaptra.simulation.period import alike_case, simulate_period
 
 
 def nothing_helps(_case: Case, _program: Program, _spread: Edges, _rounded: Edges) -> None:
     """No remedies, where nobody looks for them."""
 
 
-def makespan(program: Program, cost: CostModel) -> float:
-    """Return the predicted time of a step, in the unit of the cost model; of several replicas the period."""
-    return simulate(program, cost).makespan if program.routing is None else simulate_alike(program, cost).period
+def step_seconds(program: Program, cost: CostModel, *, barrier: bool) -> float:
+    """Return the predicted time of a step, in the unit of the cost model.
+
+    Behind a barrier that is the makespan of one pipeline, otherwise the period of steps in a row.
+    """
+    if program.routing is None:
+        return timing_of(barrier=barrier).of(program, cost)
+    return simulate_period(program, replace(alike_case(program, cost), barrier=barrier)).period
+
+
+def step_bound(case: Case) -> float:
+    """Return a time that no program of a case is below: of the makespan behind a barrier, otherwise of the period."""
+    return timing_of(barrier=case.barrier).bound(case)
 
 
 def nothing_ahead(_program: Program, _cost: CostModel) -> Mapping[Channel, int]:
@@ -93,32 +103,48 @@ class Planning:
             exact = tuple(edge for edge in remedies.edges if edge not in rounded)
             detection, rounded = detection.with_occupancies(exact, BFLOAT16_SHARE), tuple(sorted({*rounded, *exact}))
             case, program, reason = replace(case, cost=rounding.cost), rounding.program, f"{reason}; {rounding.change}"
-        predicted, bound = self.expect(program, detection), lower_bound(case).value
+        predicted, bound = self.expect(program, detection), step_bound(case)
         return Plan(current.version, program, case, predicted, bound, reason, delegated, rounded), remedies
 
     def expect(self, program: Program, detection: Detection) -> float:
-        """The makespan of a program under the detected costs; with lossy edges the mean over their scenarios."""
+        """The seconds of a step of a program under the detected costs; with lossy edges the mean over their scenarios.
+
+        They are the makespan if ranks meet between steps, otherwise the period.
+        """
+        barrier = detection.barrier
         if not detection.scenarios:
-            return makespan(program, detection.cost)
+            return step_seconds(program, detection.cost, barrier=barrier)
         weights = [scenario.weight for scenario in detection.scenarios]
-        return fmean((makespan(program, scenario.cost) for scenario in detection.scenarios), weights)
+        times = (step_seconds(program, scenario.cost, barrier=barrier) for scenario in detection.scenarios)
+        return fmean(times, weights)
 
     def lowered_anew(self, current: Plan, detection: Detection) -> Plan | None:
         """The running program with its receives posted in time for the detected costs.
 
-        None if they are posted in time already, and if late receives may cost less than steps scatter by themselves. A late
+        Where a barrier came or went, it is planned anew with the seconds of a step that hold now.
+
+        None if receives are posted in time already, and if late ones may cost less than steps scatter by themselves. A late
         receive delays its message by a latency at most. All of them cost no more than the step has become longer.
         """
+        case = replace(current.case, cost=detection.cost, barrier=detection.barrier)
+        if detection.barrier != current.case.barrier:
+            return replace(
+                current,
+                case=case,
+                predicted=self.expect(current.program, detection),
+                bound=step_bound(case),
+                reason=f"{detection.reason}; the same order",
+            )
         before = self.ahead_of_need(current.program, current.case.cost)
         now = self.ahead_of_need(current.program, detection.cost)
         if all(count <= before[channel] for channel, count in now.items()):
             return None
-        longer = self.expect(current.program, detection) - makespan(current.program, current.case.cost)
+        before_now = step_seconds(current.program, current.case.cost, barrier=detection.barrier)
+        longer = self.expect(current.program, detection) - before_now
         if steps_until_sure(max(longer, _added_latency(current.case.cost, detection.cost)), detection.noise) > 0:
             return None
-        case = replace(current.case, cost=detection.cost)
         predicted, reason = self.expect(current.program, detection), f"{detection.reason}; the same order, receives sooner"
-        return replace(current, case=case, predicted=predicted, bound=lower_bound(case).value, reason=reason)
+        return replace(current, case=case, predicted=predicted, bound=step_bound(case), reason=reason)
 
     def _search(self, detection: Detection, current: Plan, is_draft: bool) -> tuple[Case, Program]:
         """Return the case that was planned for, and the best program without messages.
@@ -129,7 +155,7 @@ class Planning:
         """
         costs = dict.fromkeys((detection.cost, *(scenario.cost for scenario in detection.scenarios)))
         planner = self.draft if self.draft is not None and (is_draft or len(costs) > 1) else self.planner
-        cases = [replace(current.case, cost=cost) for cost in costs]
+        cases = [replace(current.case, cost=cost, barrier=detection.barrier) for cost in costs]
         found = [(case, planner(case, current.program).compute_only()) for case in cases]
         return min(found, key=lambda pair: self.expect(pair[1], detection))
 

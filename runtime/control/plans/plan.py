@@ -29,12 +29,12 @@ class Plan:
         version: Counts the plans of a pipeline from 0; never used twice.
         program: Compute ops only; every rank lowers it for its own transport.
         case: The cost model, microbatches and placement that it was planned for; seconds.
-        predicted: Its simulated makespan under that case, seconds.
-        bound: A lower bound of any program's makespan under that case, seconds.
+        predicted: The simulated seconds of a step under that case: its makespan behind a barrier, otherwise the period.
+        bound: A lower bound of them under any program.
         reason: The reason for the plan, for people.
         delegated: The directed edges of stages whose messages travel by the delegate, in ascending order.
         rounded: The directed edges whose messages are rounded to bfloat16 while they travel, in ascending order.
-        predicted_before: The simulated makespan of the plan that it replaces, under the same case; seconds, None for plan 0.
+        predicted_before: The same seconds of the plan that it replaces, under the same case; None for plan 0.
         remedy: The remedy of a job of several replicas that the plan is, such as a share; None for the plan of one pipeline.
     """
 

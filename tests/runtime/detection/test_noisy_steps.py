@@ -101,8 +101,12 @@ def test_a_wrong_name_is_noticed() -> None:
 @pytest.mark.parametrize("edge", [(0, 1), (3, 2)])
 @pytest.mark.parametrize("kind", [ChangeKind.BANDWIDTH, ChangeKind.LATENCY])
 def test_bandwidth_is_told_from_latency_whether_messages_queue_or_not(edge: tuple[int, int], kind: ChangeKind) -> None:
-    """Forwards of the warm-up queue; gradients come so far apart that none waits for another, and a probe tells."""
-    run = NoisySteps(CASE, seed=2, faults=[Fault(kind, (edge,), 0.03, 8, 30)])
+    """Forwards of the warm-up queue; gradients come so far apart that none waits for another, and a probe tells.
+
+    Forwards come one F apart, 20 ms. So a latency is told from bandwidth if it is more than twice that.
+    """
+    added = 0.03 if kind is ChangeKind.BANDWIDTH else 0.06
+    run = NoisySteps(CASE, seed=2, faults=[Fault(kind, (edge,), added, 8, 30)])
     for _ in range(14):
         run.step()
     assert [change.kind for detection in run.detections for change in detection.changes] == [kind]

@@ -12,7 +12,7 @@ from policy_world import SECONDS, PolicyWorld
 from adaptra.errors import PlanError
 from adaptra.program import Program
 from adaptra.runtime.control.deciding.policy import BeginPlanning, ControllerOptions, Propose, Release, Withdraw
-from adaptra.runtime.control.deciding.replanning import Planning
+from adaptra.runtime.control.deciding.replanning import Planning, step_seconds
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.simulation.cost import Case, CostModel
 
@@ -31,10 +31,11 @@ class Run:
         self.world = world
         self.versions = [world.plan.version]
 
-    def steps(self, count: int, cost: CostModel, seconds: float = SECONDS) -> None:
+    def steps(self, count: int, cost: CostModel, seconds: float = SECONDS, *, has_met: bool = False) -> None:
         for _ in range(count):
             step = len(self.versions) - 1
-            plan = self.world.step([replace(measurement(rank, step, cost), seconds=seconds) for rank in range(RANKS)])
+            measured = [measurement(rank, step, cost) for rank in range(RANKS)]
+            plan = self.world.step([replace(one, seconds=seconds, has_met=has_met) for one in measured])
             self.versions.append(plan.version)
 
     def of(self, kind: type[Kind]) -> list[Kind]:
@@ -219,3 +220,46 @@ def test_a_suggested_program_is_proposed_whatever_it_gains() -> None:
     run.world.policy.suggest(SLOW_PROGRAM, "a user's wish")
     run.steps(2, HEALTHY)
     assert run.world.plan.program == SLOW_PROGRAM and run.world.plan.reason == "a user's wish"
+
+
+# ── a barrier ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_ranks_that_meet_from_the_start_are_planned_for_with_the_calibration() -> None:
+    run = Run(PolicyWorld(plan_zero(), RANKS, PLANNING))
+    run.steps(30, HEALTHY, has_met=True)
+    (detected,) = run.world.events(EventKind.DETECTED)
+    assert detected.text == "all ranks meet between steps"
+    case = run.world.plan.case
+    assert case.barrier and run.world.plan.predicted == step_seconds(run.world.plan.program, case.cost, barrier=True)
+
+
+def test_a_meeting_that_begins_or_ends_later_is_detected_once_and_planned_for() -> None:
+    run = calibrated()
+    before = run.world.plan
+    run.steps(20, HEALTHY, has_met=True)
+    (detected,) = run.world.events(EventKind.DETECTED)
+    assert detected.text == "all ranks meet between steps"
+    (proposed,) = run.of(Propose)
+    assert proposed.plan.case.barrier and not proposed.is_speculative
+    assert run.world.plan.program == before.program and run.world.plan.predicted > before.predicted
+    run.steps(20, HEALTHY)
+    assert [one.text for one in run.world.events(EventKind.DETECTED)][1:] == ["ranks meet no more between steps"]
+    assert not run.world.plan.case.barrier and run.world.plan.predicted == before.predicted
+
+
+def test_a_slow_edge_behind_a_barrier_is_planned_for_by_the_makespan() -> None:
+    run = Run(PolicyWorld(plan_zero(), RANKS, PLANNING))
+    run.steps(CALIBRATED + 8, HEALTHY, has_met=True)
+    run.steps(10, SLOW, has_met=True)
+    plan = run.world.plan
+    assert plan.case.barrier and plan.predicted == step_seconds(plan.program, SLOW, barrier=True)
+    events = run.world.events(EventKind.KEPT)
+    assert not any("meet" in event.text for event in events)
+
+
+def test_without_adapting_it_is_told_and_nothing_is_proposed() -> None:
+    run = Run(PolicyWorld(plan_zero(), RANKS, PLANNING, ControllerOptions(adapt=False)))
+    run.steps(20, HEALTHY, has_met=True)
+    assert [one.text for one in run.world.events(EventKind.DETECTED)] == ["all ranks meet between steps"]
+    assert not run.of(Propose)

@@ -1,0 +1,56 @@
+"""Clipping makes all ranks meet between steps: from then on the plan is one of the shortest makespan, and says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import adaptra
+from adaptra.planning.routes.steady_steps import PERIOD
+from adaptra.runtime.control.plans.events import EventKind
+from adaptra.simulation.simulate import lower_bound, simulate
+
+BATCH = torch.randn(16, 8), torch.randn(16, 8)
+
+
+def compiled() -> adaptra.Pipeline:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(4)))
+    emulate = adaptra.EmulatedDevice(0.002, 0.002, 0.002)
+    return adaptra.compile(
+        model,
+        stages=4,
+        microbatches=8,
+        example_inputs=BATCH,
+        loss=torch.nn.functional.mse_loss,
+        options=adaptra.Options(emulate=emulate),
+    )
+
+
+@pytest.mark.parametrize("way", ["clipping", "scaling"])
+def test_steps_behind_a_barrier_are_planned_for_by_their_makespan(way: str) -> None:
+    with compiled() as pipe:
+        first = pipe.plan
+        assert not first.case.barrier and first.predicted == PERIOD.of(first.program, first.case.cost)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
+        scaler = pipe.grad_scaler(enabled=way == "scaling")
+        for _ in range(40):
+            pipe.step(*BATCH)
+            if way == "clipping":
+                pipe.clip_grad_norm_(1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            if pipe.plan.case.barrier:
+                break
+        plan = pipe.plan
+        assert plan.case.barrier and plan.predicted == simulate(plan.program, plan.case.cost).makespan
+        assert plan.bound == lower_bound(plan.case).value
+        assert any("all ranks meet between steps" in event.text for event in pipe.events if event.kind is EventKind.DETECTED)
+
+
+def test_steps_in_a_row_are_planned_for_by_their_period() -> None:
+    with compiled() as pipe:
+        for _ in range(10):
+            pipe.step(*BATCH)
+        assert not pipe.plan.case.barrier and not any("meet" in event.text for event in pipe.events)
