@@ -2,8 +2,8 @@
 
 The first rows take what a rank measured in a real step and record it many times. They show how long the thread of the step is
 delayed each time, and how much processor time telemetry's own thread then needs. That of spans alone has a row of its own, and
-so has one step in a hundred, as a sampler chooses them. All stand beside their iteration. Spans go through the SDK's batches to an
-exporter that drops them.
+so has one step in a hundred, as a sampler chooses them. All stand beside their iteration. Spans go through the SDK's batches to
+an exporter that drops them.
 The other rows are four processes over gloo with two pipelines of the same model, one without sinks and one with all. Their
 steps run in turn. They show the iteration with emulated devices, and the processor time of a step of small tensors, mean of
 the ranks.
