@@ -10,6 +10,7 @@ import copy
 import hashlib
 import time
 from collections.abc import Mapping
+from random import Random
 from typing import Any, Final, NamedTuple
 
 from opentelemetry import trace
@@ -63,7 +64,7 @@ class SpanSink:
                 "opentelemetry.sdk, as opentelemetry.trace.set_tracer_provider or opentelemetry-instrument sets it"
             )
         self._provider = given
-        self._ids = _RootIds(given.id_generator)
+        self._ids = _Ids()
         # A copy, because the provider gives the same tracer to all who ask under this name.
         tracer: Any = copy.copy(given.get_tracer("adaptra"))
         tracer.id_generator = self._ids
@@ -162,18 +163,21 @@ class SpanSink:
         return trace.set_span_in_context(NonRecordingSpan(root), Context())
 
 
-class _RootIds(IdGenerator):
-    """Gives the next root the ids that are set for it, and all other spans those of the provider's own generator."""
+class _Ids(IdGenerator):
+    """Gives the next root the ids that are set for it, and other spans random ones.
 
-    def __init__(self, others: IdGenerator) -> None:
-        self._others = others
+    The SDK's own generator draws from Python's ``random``. That would change what the user draws from it.
+    """
+
+    def __init__(self) -> None:
+        self._random = Random()
         self.next_root: StepIds | None = None
 
     def generate_trace_id(self) -> int:
-        return self._others.generate_trace_id() if self.next_root is None else self.next_root.trace
+        return self._random.getrandbits(128) if self.next_root is None else self.next_root.trace
 
     def generate_span_id(self) -> int:
-        return self._others.generate_span_id() if self.next_root is None else self.next_root.root
+        return self._random.getrandbits(64) if self.next_root is None else self.next_root.root
 
 
 def _replica(replica: int | None) -> dict[str, Any]:

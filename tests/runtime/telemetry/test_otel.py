@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -153,11 +154,27 @@ def test_without_a_provider_it_is_refused() -> None:
 
 
 def test_other_tracers_of_the_same_name_keep_their_ids() -> None:
+    """Two pipelines of one process have the same provider."""
     spans = Spans()
-    SpanSink(spans.provider)
-    for _ in range(2):
-        spans.provider.get_tracer("adaptra").start_span("the user's").end()
-    assert len({span.context.trace_id for span in spans.all() if span.context is not None}) == 2
+    first, second = (taken(spans, started(0)) for _ in range(2))
+    user = spans.provider.get_tracer("adaptra")
+    for number, sink in enumerate((first, second)):
+        sink.take(TimestampedRecord(1.0, step_taken(0, number)))
+        user.start_span("the user's").end()
+    assert [span_id(span) for span in spans.all("step")] == [ids_of(RUN, 0).root, ids_of(RUN, 1).root]
+    assert len({span.context.trace_id for span in spans.all() if span.context is not None}) == 4
+
+
+def test_spans_draw_nothing_from_the_users_random_numbers() -> None:
+    """They come on a thread beside training, which may shuffle its data by them, and capture watches for draws."""
+    spans = Spans(ParentBased(TraceIdRatioBased(0.5)))
+    before = random.getstate()
+    for rank in range(2):
+        taken(
+            spans, started(rank), *(step_taken(rank, step) for step in range(8)), StepFailed(rank, 8, "IndexError: out", None)
+        )
+    assert spans.all()
+    assert random.getstate() == before
 
 
 # Ranks of several processes, each with a provider of its own
