@@ -94,7 +94,8 @@ def record_often(
             telemetry.end_step(*of_step)
             held.append(time.perf_counter() - begun)
         mine = time.thread_time() - mine
-        recorder.close()
+        while recorder._thread.is_alive():  # closing waits for some seconds at most
+            recorder.close()
         return median(held), (time.process_time() - worked - mine) / times
 
 
