@@ -20,6 +20,7 @@ EXTRAS: Final = {
     "gpu": (("triton",), "packing messages on a GPU"),
     "metrics": (("prometheus_client",), "metrics for Prometheus"),
     "tensorboard": (("tensorboard",), "scalars for TensorBoard"),
+    "otel": (("opentelemetry_sdk",), "traces for OpenTelemetry"),
 }
 _BACKENDS: Final = ("gloo", "nccl", "mpi", "xccl")
 

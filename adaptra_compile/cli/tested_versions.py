@@ -11,6 +11,7 @@ TESTED: Final = {
     "sympy": ("1.13.3", "1.14.0"),
     "rich": ("13.0.0", "15.0.0"),
     "matplotlib": ("3.9.0", "3.11.2"),
+    "opentelemetry_sdk": ("1.27.0", "1.45.2"),
     "ortools": ("9.12.4544", "9.15.6755"),
     "prometheus_client": ("0.20.0", "0.26.0"),
     "safetensors": ("0.8.0", "0.8.0"),

@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from adaptra.checks import is_whole
 from adaptra.errors import OptionError
 from adaptra.known_keywords import known_keywords
 from adaptra.runtime.telemetry.records import TimestampedRecord
 from adaptra.runtime.telemetry.tensorboard import ScalarWriter
+
+
+class SpanProvider(Protocol):
+    """The interface of a tracer provider; opentelemetry.sdk.trace.TracerProvider implements it."""
+
+    def get_tracer(self, instrumenting_module_name: str, /) -> object:
+        """Return the tracer of a module."""
+        ...
 
 
 @known_keywords
@@ -27,6 +35,8 @@ class Telemetry:
             so together. Needs the extra ``metrics``.
         metrics_address: The address of this host to serve them on; ``"0.0.0.0"`` for all of them.
         tensorboard: A folder, or the user's ``SummaryWriter``, for scalars. A folder needs the extra ``tensorboard``.
+        otel: True to send a trace of each step to the program's OpenTelemetry, or the user's ``TracerProvider`` for them. The
+            ranks' spans join one trace. Needs the extra ``otel``.
         on_record: Called with every record and its time, on a thread of telemetry's own. The first exception that it raises is
             logged.
 
@@ -39,6 +49,7 @@ class Telemetry:
     metrics_address: str = "127.0.0.1"
     tensorboard: ScalarWriter | str | Path | None = None
     on_record: Callable[[TimestampedRecord], object] | None = None
+    otel: SpanProvider | bool = False
 
     def __post_init__(self) -> None:
         given: Any = self.folder
@@ -56,3 +67,6 @@ class Telemetry:
         given = self.on_record
         if given is not None and not callable(given):
             raise OptionError(f"Telemetry: on_record={given!r}: expected a function that is called with each record, or None")
+        given = self.otel
+        if not isinstance(given, bool) and not callable(getattr(given, "get_tracer", None)):
+            raise OptionError(f"Telemetry: otel={given!r}: expected True, False, or a TracerProvider of opentelemetry.sdk")

@@ -146,7 +146,7 @@ class RankTelemetry:
             if message.replica is None:
                 nbytes[message.source, message.destination] += message.nbytes
         arrived = tuple(nbytes[edge.source, edge.destination] for edge in measurement.edges)
-        yield StepTaken(measurement, arrived, plan.version, predicted, self._work(records, plan))
+        yield StepTaken(measurement, arrived, plan.version, predicted, self._work(records, plan), records)
         failures: Counter[tuple[int, int]] = Counter()
         changes: Counter[tuple[int, int]] = Counter()
         for counts in self._transport.path_counts():

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Final
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
 
 from adaptra.checks import is_finite, is_whole
 from adaptra.errors import ControlError
@@ -18,6 +18,9 @@ from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.measuring.measurement import StepMeasurement
 from adaptra.runtime.measuring.reduces import StageReduce, StepReduces
 from adaptra.simulation.worker_steps import WorkerStep, worker_name
+
+if TYPE_CHECKING:
+    from adaptra.runtime.measuring.monitor import StepRecords
 
 VERSION: Final = 4
 """The version of the lines' format."""
@@ -32,7 +35,7 @@ class RunStarted:
 
     Attributes:
         rank: The rank, counted within its pipeline.
-        run: A name that all ranks of one start of a pipeline share, and no other start has.
+        run: A name that all ranks of one start of a job share, and no other start has.
         ranks: The number of ranks of the pipeline.
         microbatches: Microbatches per step.
         version: The first plan.
@@ -79,6 +82,7 @@ class StepTaken:
         predicted: This rank's prediction of a step under that plan; seconds. That of the coordinator's rank is the best: it
             includes predictions of a changed cost model for a plan that is kept.
         work: What the worker did; None if not known.
+        records: When its ops ran and its messages came. Lines have no room for them, so None in what was read from a file.
     """
 
     measurement: StepMeasurement
@@ -86,6 +90,7 @@ class StepTaken:
     version: int
     predicted: float
     work: WorkerStep | None = None
+    records: StepRecords | None = field(default=None, compare=False, repr=False)
 
     @property
     def rank(self) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from adaptra.errors import MissingExtraError
 from adaptra.runtime.control.plans.events import ControlEvent
 from adaptra.runtime.telemetry.handlers import EventHandler, RecordHandler
 from adaptra.runtime.telemetry.log import FileSink, LogSink
@@ -32,7 +34,7 @@ def start_recorder(
         job_rank: The job's rank of the first of them, which decides the port.
 
     Raises:
-        OptionError: A folder can't be written, or the port is taken.
+        OptionError: A folder can't be written, the port is taken, or there is no tracer provider.
         MissingExtraError: A sink's package is not installed; says what to install.
     """
     sinks: list[Sink] = [LogSink()]
@@ -48,6 +50,8 @@ def start_recorder(
             add(FileSink(Path(telemetry.folder), ranks))
         if telemetry.tensorboard is not None:
             add(TensorBoardSink(telemetry.tensorboard, ranks))
+        if telemetry.otel is not False:
+            add(_span_sink(telemetry.otel))
         opened.pop_all()
     if telemetry.on_record is not None:
         sinks.append(RecordHandler(telemetry.on_record))
@@ -65,15 +69,21 @@ def of_replica(telemetry: Telemetry, replica: int | None) -> Telemetry:
         return Path(folder) / f"replica-{replica}"
 
     board = telemetry.tensorboard
-    return Telemetry(
+    return replace(
+        telemetry,
         folder=None if telemetry.folder is None else own(telemetry.folder),
-        metrics_port=telemetry.metrics_port,
-        metrics_address=telemetry.metrics_address,
         tensorboard=own(board) if isinstance(board, str | Path) else board,
-        on_record=telemetry.on_record,
     )
 
 
+def _span_sink(provider: object) -> Sink:
+    try:
+        from adaptra.runtime.telemetry.otel import SpanSink
+    except ImportError as error:
+        raise MissingExtraError("traces need opentelemetry-sdk: pip install 'adaptra[otel]'") from error
+    return SpanSink(provider)
+
+
 def agree_on_run(store: Store) -> str:
-    """Return a name for this start of a pipeline, the same on all of its ranks and no other's."""
+    """Return a name for this start of a job, the same on all of its ranks and no other's. ``store`` is the job's."""
     return store.compare_set("telemetry/run", "", secrets.token_hex(6)).decode()

@@ -194,7 +194,7 @@ class Worker:
             store_host=None if not rank_0_has(job.store) else 0 if replicas is None else replicas.worker_of(0),
         )
         self._watcher = watch(transport.rdma_devices, self._record_link_event)
-        telemetry.started(agree_on_run(transport.store), initial)
+        telemetry.started(agree_on_run(job.store), initial)
 
     def step(
         self,

@@ -33,7 +33,7 @@ def test_what_is_called_tested_is_what_the_constraints_pin(package: str) -> None
 def test_the_lowest_pins_are_the_bounds_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = [*project["dependencies"], *project["optional-dependencies"]["test"]]
-    for extra in ("viz", "exact", "metrics", "tensorboard", "safetensors", "transformers"):
+    for extra in ("viz", "exact", "metrics", "tensorboard", "otel", "safetensors", "transformers"):
         needed += project["optional-dependencies"][extra]
     bounds = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(needed).replace("-", "_"), re.MULTILINE))
     lowest = pins("lowest.txt")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from errors_table import check_documented
 from models import EXAMPLES
+from opentelemetry.trace import NoOpTracerProvider
 from processes import free_port
 from torch import Tensor, nn
 
@@ -198,6 +199,7 @@ def without(package: str, **given: Any) -> Callable[[], object]:
                 *(name for name in sys.modules if name.startswith((f"{package}.", f"torch.utils.{package}"))),
             ]:
                 patch.setitem(sys.modules, name, None)
+            patch.delitem(sys.modules, "adaptra.runtime.telemetry.otel", raising=False)  # it imports its package at the top
             telemetry(**given)()
 
     return mistake
@@ -473,6 +475,15 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         "Telemetry: on_record=…: expected a function that is called with each record, or None",
         telemetry(on_record="print"),
     ),
+    ("Telemetry: otel=…: expected True, False, or a TracerProvider of opentelemetry.sdk", telemetry(otel="http://collector")),
+    *(
+        (
+            "Telemetry: otel=…: the tracer provider is a …: expected a TracerProvider of opentelemetry.sdk, as "
+            "opentelemetry.trace.set_tracer_provider or opentelemetry-instrument sets it",
+            telemetry(otel=given),
+        )
+        for given in (True, NoOpTracerProvider())
+    ),
     ("Telemetry: folder …: …: expected one that can be written", telemetry(folder="/proc/no such folder")),
     ("Telemetry: folder …: another run is writing there: expected a folder of its own", two_runs_in_a_folder),
     *(
@@ -485,6 +496,8 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ),
     ("metrics need prometheus_client: pip install 'adaptra[metrics]'", without("prometheus_client", metrics_port=9400)),
     ("scalars need tensorboard: pip install 'adaptra[tensorboard]'", without("tensorboard", tensorboard="runs")),
+    ("traces need opentelemetry-sdk: pip install 'adaptra[otel]'", without("opentelemetry", otel=True)),
+    ("traces need opentelemetry-sdk: pip install 'adaptra[otel]'", without("opentelemetry.sdk", otel=True)),
     *(
         ("EmulatedDevice: … has … durations: expected one number for all stages or …, one per stage", mistake)
         for mistake in (emulate([0.1], 0.1, 0.1), emulate(0.1, 0.1, (0.1, 0.1, 0.1)))

@@ -113,8 +113,9 @@ def test_a_job_tells_what_delays_the_next_step(tmp_path: Path) -> None:
         assert 0.0 < seconds < LATER, "it does not wait for stage 0"
         assert (hidden, exposed) == (seconds, 0.0), "it ends long before stage 0 sends what the next step begins with"
         assert len(found["told"]) == len(found["reduces"])
-    for replica in range(2):
-        run = load_run(tmp_path / f"replica-{replica}")
+    runs = [load_run(tmp_path / f"replica-{replica}") for replica in range(2)]
+    assert runs[0].started.run == runs[1].started.run, "so that the spans of a step join one trace"
+    for run in runs:
         assert [one.step for one in run.reduces] == list(range(STEPS - 1))
         assert f"REDUCE, median of {STEPS - 1} steps: stage 0: " in summary(run)
     path = tmp_path / "step.json"
