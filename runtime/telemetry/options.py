@@ -35,10 +35,10 @@ class Telemetry:
             so together. Needs the extra ``metrics``.
         metrics_address: The address of this host to serve them on; ``"0.0.0.0"`` for all of them.
         tensorboard: A folder, or the user's ``SummaryWriter``, for scalars. A folder needs the extra ``tensorboard``.
-        otel: True to send a trace of each step to the program's OpenTelemetry, or the user's ``TracerProvider`` for them. The
-            ranks' spans join one trace. Needs the extra ``otel``.
         on_record: Called with every record and its time, on a thread of telemetry's own. The first exception that it raises is
             logged.
+        otel: True to send a trace of each step to the program's OpenTelemetry, or the user's ``TracerProvider`` for them. The
+            ranks' spans join one trace. Needs the extra ``otel``.
 
     Raises:
         OptionError: An option is invalid; names it, the given value and the expected one.
