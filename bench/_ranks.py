@@ -51,17 +51,19 @@ def run_on_hosts(
     *arguments: Any,
     timeout: float = 3600.0,
     steady: bool = False,
+    own_group: bool = False,
 ) -> Any:
     """The same with each rank on a host of its own; ``links`` are changes as ``tests/links/link_changes.py`` reads them.
 
     Arguments are JSON values. :func:`change_links` changes links from within ``measure``. What rank 0 writes on standard error
     is shown at once. With ``steady`` TCP is ``linked_hosts.STEADY`` instead of the system's.
+    With ``own_group`` it is ``measure`` that makes the default process group.
     """
     if (reason := linked_hosts.missing()) is not None:
         raise SystemExit(reason)
     with linked_hosts.LinkedHosts(ranks, *links, tcp=linked_hosts.STEADY if steady else None) as hosts:
         file, name = inspect.getfile(measure), measure.__name__
-        return hosts.call(_on_host, str(Path(file).resolve()), name, arguments, timeout=timeout, shown=(0,))[0]
+        return hosts.call(_on_host, str(Path(file).resolve()), name, own_group, arguments, timeout=timeout, shown=(0,))[0]
 
 
 def change_links(*changes: str) -> None:
@@ -72,11 +74,12 @@ def change_links(*changes: str) -> None:
     dist.barrier()
 
 
-def _on_host(rank: int, file: str, name: str, arguments: list[Any]) -> Any:
+def _on_host(rank: int, file: str, name: str, own_group: bool, arguments: list[Any]) -> Any:
     sys.path.append(str(Path(file).parent))
     measure = getattr(importlib.import_module(Path(file).stem), name)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    if not own_group:
+        dist.init_process_group("gloo")
     found = measure(rank, *arguments)
     dist.barrier()
     dist.destroy_process_group()

@@ -60,6 +60,7 @@ class Calls:
         self._compare_at: float | None = None
         self._depth = 0
         self._ended = threading.Event()
+        self._is_stuck = False
         self._thread = threading.Thread(target=self._run, name=f"adaptra-calls-{rank}", daemon=True)
         self._thread.start()
 
@@ -129,6 +130,8 @@ class Calls:
             self._within(COMPARE_SECONDS, self._write)
         if threading.current_thread() is not self._thread:
             self._thread.join(COMPARE_SECONDS)
+            if not self._thread.is_alive() and not self._is_stuck:
+                self._store.close()
 
     def _begin(self, name: str) -> None:
         self._number += 1
@@ -175,6 +178,7 @@ class Calls:
         deadline = time.monotonic() + seconds
         while thread.is_alive() and not is_over() and (left := deadline - time.monotonic()) > 0:
             thread.join(min(left, _INTERVAL))
+        self._is_stuck |= thread.is_alive()
 
     def _write(self) -> None:
         with self._lock:

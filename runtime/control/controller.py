@@ -305,6 +305,8 @@ class Controller:
         self._preparation.close(CLOSE_SECONDS)
         if (coordinator := self._coordinator) is not None:
             coordinator.close(CLOSE_SECONDS)
+        if not self._thread.is_alive():
+            self._mailbox.give_back()
 
     @property
     def _place(self) -> int:

@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Final
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
 from adaptra.errors import ControlError
 from adaptra.runtime.control_store.secret import FILE_VARIABLE, VARIABLE, derive, given_secret
+from adaptra.runtime.control_store.spare_clients import Part, over
 from adaptra.runtime.control_store.stores import clone
 
 _SIGNATURE_LETTERS: Final = 2 * hashlib.sha256().digest_size
@@ -59,13 +60,17 @@ class SignedStore(Store):
         """Set :attr:`timeout`."""
         self._store.set_timeout(timeout)
 
-    def clone(self) -> SignedStore:
+    def clone(self) -> Store:
         """Return another client of the same store."""
-        return SignedStore(clone(self._store), self._key, self._path)
+        return clone(self)
+
+    def over(self, client: Store) -> SignedStore:
+        """Return the same records over another client."""
+        return SignedStore(over(self._store, client), self._key, self._path)
 
     def under(self, name: str) -> SignedStore:
         """Return the keys under a prefix, over the same connection."""
-        return SignedStore(PrefixStore(name, self._store), self._key, f"{self._path}/{name}")
+        return SignedStore(Part(name, self._store), self._key, f"{self._path}/{name}")
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""
@@ -137,7 +142,7 @@ class SignedStore(Store):
 
 def under(name: str, store: Store) -> Store:
     """Return the keys of a store under a prefix, signed if those of the store are."""
-    return store.under(name) if isinstance(store, SignedStore) else PrefixStore(name, store)
+    return store.under(name) if isinstance(store, SignedStore) else Part(name, store)
 
 
 def signed(store: Store, path: str, texts: Sequence[str]) -> Store:

@@ -13,7 +13,9 @@ from typing import Final, TypeVar
 
 from torch.distributed import DistError, DistNetworkError, Store, TCPStore
 
+from adaptra.runtime.control_store import spare_clients
 from adaptra.runtime.control_store.forked_children import connections_to
+from adaptra.runtime.control_store.spare_clients import client_of, give_back, over
 
 T = TypeVar("T")
 
@@ -28,8 +30,16 @@ _REFUSED_SECONDS: Final = 0.2
 def clone(store: Store) -> Store:
     """Return another client of the same store, because a blocking request on a client blocks every other user of that
     client.
+
+    A client of the job's store is one of its spare clients if there is any: its user gives it back, see
+    :mod:`.spare_clients`.
     """
-    return store.clone()  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack the method
+    taken = spare_clients.take(store)
+    return _opened(store) if taken is None else taken
+
+
+def _opened(store: Store) -> Store:
+    return over(store, client_of(store).clone())  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack the method
 
 
 def innermost(store: Store) -> Store:
@@ -87,8 +97,9 @@ def renewed(client: Store) -> Store:
     _check_not_refused(client)
     timeout: timedelta = client.timeout  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack it
     client.set_timeout(RECONNECT)
-    made = clone(client)
+    made = _opened(client)
     made.set_timeout(timeout)
+    spare_clients.adopt(client_of(made))
     return made
 
 
@@ -148,6 +159,13 @@ class Connection:
     def push(self, queue: str, value: str) -> None:
         """Append to a queue."""
         self._request(lambda client: client.queue_push(queue, value))
+
+    def close(self) -> None:
+        """Give the client back, once nobody makes a request any more. May be called again."""
+        with self._lock:
+            if self._lost is None:
+                self._lost = DistError("this connection is closed")
+                give_back(self._client)
 
     def _request(self, make: Callable[[Store], T]) -> T:
         client = self._client

@@ -19,6 +19,7 @@ import torch
 from torch.distributed import Store
 
 from adaptra.errors import AdaptraError, PeerLostError, TransportError
+from adaptra.runtime.control_store import spare_clients
 from adaptra.runtime.control_store.forked_children import connections_to, end_connections
 from adaptra.runtime.control_store.stores import Connection, own_address
 from adaptra.runtime.membership.membership import Membership
@@ -52,10 +53,18 @@ def connect(name: str, store: Store, rank: int, ranks: int, make: Callable[[], T
     if ranks == 1:
         return make()
     happened: SimpleQueue[_Done[T] | BaseException] = SimpleQueue()
+    connection = Connection(store)
     membership = Membership(
-        Connection(store), rank, ranks, happened.put, interval=INTERVAL, lost_after=LOST_AFTER, address=own_address(store)
+        connection,
+        rank,
+        ranks,
+        happened.put,
+        interval=INTERVAL,
+        lost_after=LOST_AFTER,
+        address=own_address(store),
+        on_end=connection.close,
     )
-    before = connections_to(store)
+    before, loans = connections_to(store), spare_clients.loans(store)
     thread = threading.Thread(target=_run, args=(make, happened, _device()), name=f"adaptra rank {rank} connects", daemon=True)
     try:
         thread.start()
@@ -76,7 +85,7 @@ def connect(name: str, store: Store, rank: int, ranks: int, make: Callable[[], T
         raise cause from (None if cause is found else found)
     except BaseException:
         # If a thread still waited for the store when this process ends, C++ would abort the process.
-        end_connections(connections_to(store) - before)
+        end_connections((connections_to(store) - before) | spare_clients.connections_since(store, loans))
         thread.join(_CLOSE_SECONDS)
         raise
     finally:

@@ -15,6 +15,7 @@ from adaptra.errors import LaunchError
 from adaptra.program.roles import Roles
 from adaptra.runtime.control_store.secret import VARIABLE, fingerprint, given_secret
 from adaptra.runtime.control_store.signed_store import signed
+from adaptra.runtime.control_store.spare_clients import Reservation
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.exchange.store_exchange import Check, exchange, no_check
 from adaptra.runtime.launch.arguments import agree_on_arguments
@@ -84,6 +85,7 @@ class Job:
         call: The number of this launch in the job.
         contributed: A digest over what all ranks sent in this launch; see :func:`.signed_store.signed`.
         with_delegate, addresses: As :func:`launch`.
+        spares: The store's clients that this job may use.
         changes_roles: Whether roles can change.
 
     Attributes:
@@ -99,6 +101,7 @@ class Job:
         contributed: str,
         with_delegate: bool,
         addresses: Sequence[str],
+        spares: Reservation,
         changes_roles: bool = True,
     ) -> None:
         self.rank = dist.get_rank()
@@ -109,6 +112,7 @@ class Job:
         self.store = signed(keys_of(self._keys), self._keys, [contributed])
         self._with_delegate = with_delegate
         self._addresses = addresses
+        self._spares = spares
         self._joined = 0
         self._met = 0
         self._everyone: dist.ProcessGroup | None = None
@@ -167,6 +171,7 @@ class Job:
         if everyone is not None:
             end_group(everyone)
         end_keys(self._keys, self.rank, dist.get_world_size())
+        self._spares.end()
 
     def meet(self, timeout: float, check: Check = no_check, text: str = "") -> list[str]:
         """Wait for all ranks of the job, which call it together.
@@ -256,6 +261,7 @@ def launch(
         check_launcher(os.environ, socket.gethostname())
         dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    spares = Reservation(_clients_of(name, with_delegate))
     # Making groups waits for all ranks, so the ranks first agree on which groups to make.
     call = job_store().add(f"adaptra launches/{rank}", 1)
     contributed = agree_on_arguments(
@@ -270,10 +276,10 @@ def launch(
         )
     usual = Roles.initial(ranks, size)
     if roles in (None, usual) and ranks == size:
-        job = Job(name, call, contributed, with_delegate, addresses, changes_roles=False)
+        job = Job(name, call, contributed, with_delegate, addresses, spares, changes_roles=False)
         made = job.connect(_name_of_call(call), lambda: _join(name, None, with_delegate, addresses))
         return Launch((made,), None, job)
-    return Job(name, call, contributed, with_delegate, addresses).join(roles or usual)
+    return Job(name, call, contributed, with_delegate, addresses, spares).join(roles or usual)
 
 
 def _join(name: str, group: dist.ProcessGroup | None, with_delegate: bool, addresses: Sequence[str]) -> Transport:
@@ -283,6 +289,16 @@ def _join(name: str, group: dist.ProcessGroup | None, with_delegate: bool, addre
     if not with_delegate:
         return transport
     return LanedTransport(transport, {"delegate": create_transport("delegate", group=group, addresses=addresses)})
+
+
+def _clients_of(name: str, with_delegate: bool) -> int:
+    """Return how many clients of the store a rank uses at most, which is while it changes its role or its cut.
+
+    Each transport has a control plane, the old ones and the new ones at once. The worker has three for mail and one for its
+    membership. Calls have one, and so has the membership of ranks that connect.
+    """
+    control_planes = 2 if with_delegate and name != "delegate" else 1
+    return 2 * control_planes + 3 + 1 + 1 + 1
 
 
 def _name_of_call(call: int) -> str:

@@ -11,6 +11,7 @@ that all members have ended.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from datetime import timedelta
@@ -24,12 +25,15 @@ from torch.distributed import DistError, PrefixStore, ProcessGroup, Store, distr
 from adaptra.errors import LaunchError
 from adaptra.runtime.control_store.forked_children import keep_store_from_children, kept_from_children
 from adaptra.runtime.control_store.signed_store import signed_together
+from adaptra.runtime.control_store.spare_clients import Part, client_of_groups
 from adaptra.runtime.control_store.stores import clone
 from adaptra.runtime.transports.base import ChannelClass
 
 # The membership detects lost ranks: a wait for a message may last as long as its sender lives.
 FOR_EVER: Final = timedelta(days=7)
 
+_LAZY: Final = "TORCH_GLOO_LAZY_INIT"
+"""The environment variable by which torch has gloo's members meet at a message instead."""
 _ENDED: Final = "adaptra ended"
 _PROBE_TAG: Final = 2**31 - 2
 """The tag of messages that nobody receives."""
@@ -70,8 +74,7 @@ def new_group(
             list(members).index(distributed.get_rank()),
             list(members),
             backend,
-            # A connection of its own, because the wait for a member blocks all users of a client.
-            clone(job_store()),
+            _client_for(str(backend)),
             name,
             timeout=timeout or internals._get_default_timeout(backend),
         )
@@ -79,6 +82,17 @@ def new_group(
     internals._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
     keep_store_from_children(group.get_group_store())
     return group
+
+
+def _client_for(backend: str) -> Store:
+    """Return a client of the job's store by which a group's members meet.
+
+    The wait for a member blocks all users of a client. Groups of gloo only wait while they are made, which is one after the
+    other, so they share one.
+    """
+    meets_at_once = backend == "gloo" and os.environ.get(_LAZY, "0").lower() in ("", "0", "false", "n", "no", "off")
+    shared = client_of_groups() if meets_at_once else None
+    return clone(job_store()) if shared is None else shared
 
 
 def job_store() -> Store:
@@ -89,13 +103,16 @@ def job_store() -> Store:
 
 def keys_of(name: str) -> Store:
     """Return the part of the job's store under a name, as groups use it."""
-    return PrefixStore(f"{name}/", job_store())
+    return Part(f"{name}/", job_store())
 
 
 def control_plane(name: str, rank: int, size: int) -> Store:
-    """Return a client for the records under a name, which ``size`` ranks use and sign; all of them call it."""
+    """Return a client for the records under a name, which ``size`` ranks use and sign; all of them call it.
+
+    Its user gives it back once the control plane has ended, see :mod:`.spare_clients`.
+    """
     # A connection of its own, so that a wait on the control plane blocks no other user.
-    return signed_together(PrefixStore("adaptra", clone(keys_of(name))), name, rank, size)
+    return signed_together(Part("adaptra", clone(keys_of(name))), name, rank, size)
 
 
 def next_name(group: ProcessGroup | None) -> str:

@@ -17,6 +17,7 @@ from torch.distributed import HashStore, Store
 
 from adaptra.runtime.control.mail.mail import Mail, Ran, Wake, from_json, to_json
 from adaptra.runtime.control_store.schema import encode
+from adaptra.runtime.control_store.spare_clients import give_back
 from adaptra.runtime.control_store.stores import Connection, clone, innermost, renewed
 
 RECEIVE_TIMEOUT: Final = timedelta(days=30)
@@ -111,6 +112,13 @@ class Mailbox:
         if self._fetching.is_alive():
             self._push(self._posting, self._rank, "")
             self._fetching.join(timeout)
+
+    def give_back(self) -> None:
+        """Give the clients of the store back, once it is closed and nobody sends any more."""
+        if not self._fetching.is_alive():
+            self._sending.close()
+            self._posting.close()
+            give_back(self._waiting)
 
     def _fetch(self) -> threading.Thread:
         """Start to fetch mail until the connection breaks, and return the thread."""

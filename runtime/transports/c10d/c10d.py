@@ -205,7 +205,8 @@ class C10dTransport(Transport):
                 if thread.is_alive():
                     logger.warning("rank %d: %s still waits for its last message", self.rank, thread.name)
         self._standing.clear()
-        self._communicators.close(is_whole and not unfinished and not any(thread.is_alive() for thread in threads))
+        is_idle = is_whole and not unfinished and not any(thread.is_alive() for thread in threads)
+        self._communicators.close(is_idle, self.store)
 
     def _start(self, channel: _ChannelEnd, pending: Completion, post: Callable[[], _Posted]) -> None:
         try:

@@ -9,6 +9,7 @@ from torch import distributed
 from torch.distributed import ProcessGroup, Store, Work
 
 from adaptra.runtime.control_store.signed_store import under
+from adaptra.runtime.control_store.spare_clients import give_back
 from adaptra.runtime.transports import clock_offset as clock
 from adaptra.runtime.transports.base import ChannelClass
 from adaptra.runtime.transports.c10d.preposted import FIRST_TAG
@@ -85,14 +86,18 @@ class Communicators:
             else:
                 group.abort()
 
-    def close(self, is_idle: bool) -> None:
-        """Release the communicators if none of their operations is under way, and the default group if it was set up here."""
+    def close(self, is_idle: bool, store: Store) -> None:
+        """Release the communicators if none of their operations is under way, and the default group if it was set up here.
+
+        ``store`` is the control plane, which is given back.
+        """
         groups, self._groups = self._groups, {}
         # Ending a group waits for its operations, which may never end once a rank is lost.
         if is_idle:
             for group in groups.values():
                 end_group(group)
             end_keys(self._name, self.rank, self.size)
+            give_back(store)
         if self._owns_default:
             distributed.destroy_process_group()
 

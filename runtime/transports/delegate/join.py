@@ -8,6 +8,7 @@ import torch
 from torch import distributed
 from torch.distributed import ProcessGroup
 
+from adaptra.runtime.control_store.spare_clients import give_back
 from adaptra.runtime.transports.delegate import rdma_paths
 from adaptra.runtime.transports.delegate.delegate import DelegateTransport
 from adaptra.runtime.transports.delegate.endpoints import address_towards
@@ -47,6 +48,7 @@ def join(
 
     def end() -> None:
         end_keys(name, rank, len(ranks))
+        give_back(store)
         if owns_default:
             distributed.destroy_process_group()
 

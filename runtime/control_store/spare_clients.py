@@ -1,0 +1,250 @@
+"""Clients of the job's store that are open and that nobody uses: what needs one takes it, and gives it back.
+
+torch's store looks up the name of each host that connects to it, and answers nobody meanwhile. Where a name server loses a
+question, that lasts five seconds, in which no rank hears of another. So a process opens its clients once, before it is part of
+a job's heartbeats. What is built anew, such as transports and workers, then opens none.
+
+A client that a thread may still wait on is not given back. It ends with its last user. So does one that nobody has reserved.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import weakref
+from dataclasses import dataclass, field
+from datetime import timedelta
+from os import dup
+from typing import Final
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store
+
+from adaptra.runtime.control_store.forked_children import connections_to
+
+Connections = set[tuple[int, str]]
+"""Connections by descriptor, with the system's name of each."""
+
+
+class Part(PrefixStore):
+    """The keys of a store under a prefix, which can be had over another client too.
+
+    Args:
+        prefix: The prefix.
+        store: The store.
+    """
+
+    def __init__(self, prefix: str, store: Store) -> None:
+        super().__init__(prefix, store)
+        self.prefix = prefix
+        self.store = store
+
+    def over(self, client: Store) -> Part:
+        """Return the same keys over another client."""
+        return Part(self.prefix, over(self.store, client))
+
+    def clone(self) -> Part:
+        """Return the same keys over a new connection."""
+        return self.over(client_of(self).clone())  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack the method
+
+
+def over(store: Store, client: Store) -> Store:
+    """Return the same keys of a store over another client: prefixes and signatures lie around it."""
+    again = getattr(store, "over", None)
+    return client if again is None else again(client)
+
+
+def client_of(store: Store) -> Store:
+    """Return the client that a store's prefixes and signatures lie around, as it was opened."""
+    while hasattr(store, "over"):
+        store = store.underlying_store if not isinstance(store, Part) else store.store  # pyright: ignore[reportAttributeAccessIssue]
+    return store
+
+
+@dataclass(slots=True)
+class _Pool:
+    """The clients of one job's store.
+
+    Attributes:
+        address: The store's host and port; None for a store without.
+        groups: The client by which process groups meet. Others are made as it was.
+        free: Those that nobody uses.
+        lent: Those in use, with the number of the loan.
+        connections: The connection of each.
+        reserved: The number of clients, free and lent, that are kept open.
+        loans: The number of loans so far.
+    """
+
+    address: tuple[str, int] | None
+    groups: Store
+    free: list[Store] = field(default_factory=list)
+    lent: weakref.WeakKeyDictionary[Store, int] = field(default_factory=weakref.WeakKeyDictionary)
+    connections: weakref.WeakKeyDictionary[Store, Connections] = field(default_factory=weakref.WeakKeyDictionary)
+    reserved: int = 0
+    loans: int = 0
+
+    @property
+    def excess(self) -> int:
+        """How many more clients there are than are reserved."""
+        return len(self.free) + len(self.lent) - self.reserved
+
+
+_lock = threading.Lock()
+_opening = threading.Lock()
+_pools: Final[dict[tuple[str, int] | None, _Pool]] = {}
+"""The pools in use, by the store's address."""
+
+
+class Reservation:
+    """Clients that stay open until :meth:`end`, or until the last reference to this.
+
+    Args:
+        count: The number of them.
+    """
+
+    def __init__(self, count: int) -> None:
+        pool = _pool_of_job()
+        with _lock:
+            pool.reserved += count
+        self._end = weakref.finalize(self, _release, pool, count)
+        self._end.atexit = False
+        while pool.excess < 0:
+            made = _open(pool)
+            with _lock:
+                pool.free.append(made)
+
+    def end(self) -> None:
+        """Close what nobody uses. May be called again."""
+        self._end()
+
+
+def take(store: Store) -> Store | None:
+    """Return a client for a store's keys, which the caller gives back; None if the store is not the job's."""
+    pool = _pools.get(_address(store))
+    if pool is None or not _is_of(pool, store):
+        return None
+    dead: list[Store] = []
+    with _lock:
+        while pool.free and not _is_open(pool.connections.get(pool.free[-1], set())):
+            dead.append(pool.free.pop())
+        client = pool.free.pop() if pool.free else None
+    client = _open(pool) if client is None else client
+    with _lock:
+        pool.loans += 1
+        pool.lent[client] = pool.loans
+    return over(store, client)
+
+
+def adopt(client: Store) -> None:
+    """Count a client that replaces a broken one, so that it can be given back."""
+    pool = _pools.get(_address(client))
+    if pool is not None:
+        with _lock:
+            pool.loans += 1
+            pool.lent[client] = pool.loans
+
+
+def give_back(store: Store) -> None:
+    """Return a client that no thread uses any more. A store that was not taken stays as it is."""
+    client = client_of(store)
+    pool = _pools.get(_address(client))
+    if pool is None or client not in pool.lent:
+        return
+    client.set_timeout(_timeout(pool.groups))
+    with _lock:
+        if pool.excess <= 0 and pool.lent.pop(client, None) is not None:
+            pool.free.append(client)
+        pool.lent.pop(client, None)
+
+
+def client_of_groups() -> Store | None:
+    """Return the client by which process groups meet, one after the other; None if none is reserved.
+
+    It is never lent, because a group refers to it for life.
+    """
+    pool = _pools.get(_address(_job_store()))
+    if pool is None:
+        return None
+    if not _is_open(pool.connections.get(pool.groups, set())):
+        pool.groups = _open(pool)
+    return pool.groups
+
+
+def loans(store: Store) -> int:
+    """Return the number of loans of a store's clients so far."""
+    pool = _pools.get(_address(store))
+    return 0 if pool is None else pool.loans
+
+
+def connections_since(store: Store, loan: int) -> Connections:
+    """Return the connections of the clients that were lent after a number of loans, and of that of process groups."""
+    pool = _pools.get(_address(store))
+    if pool is None:
+        return set()
+    with _lock:
+        clients = [client for client, number in pool.lent.items() if number > loan]
+    return {one for client in [*clients, pool.groups] for one in pool.connections.get(client, set())}
+
+
+def _release(pool: _Pool, count: int) -> None:
+    with _lock:
+        pool.reserved -= count
+        while pool.free and pool.excess > 0:
+            pool.free.pop()
+        if not pool.reserved and _pools.get(pool.address) is pool:
+            del _pools[pool.address]
+
+
+def _pool_of_job() -> _Pool:
+    job = _job_store()
+    pool = _pools.get(_address(job))
+    if pool is None or not _is_open(pool.connections.get(pool.groups, set())):
+        pool = _Pool(_address(job), job)
+        pool.groups = _open(pool)
+        _pools[pool.address] = pool
+    return pool
+
+
+def _open(pool: _Pool) -> Store:
+    with _opening:
+        before = connections_to(pool.groups)
+        made: Store = pool.groups.clone()  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack the method
+        pool.connections[made] = connections_to(pool.groups) - before
+    return made
+
+
+def _is_of(pool: _Pool, store: Store) -> bool:
+    client = client_of(store)
+    return client in pool.lent or client is _job_store()
+
+
+def _job_store() -> Store:
+    assert dist.group.WORLD is not None, "the job's ranks have joined"
+    return dist.group.WORLD.get_group_store()
+
+
+def _address(store: Store) -> tuple[str, int] | None:
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    return None if host is None or port is None else (host, port)
+
+
+def _timeout(store: Store) -> timedelta:
+    return store.timeout  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack it
+
+
+def _is_open(connections: Connections) -> bool:
+    """Return False if the other end of a connection has closed it, as far as this end knows."""
+    return all(_has_silent_peer(number) for number, _ in connections)
+
+
+def _has_silent_peer(number: int) -> bool:
+    try:
+        with socket.socket(fileno=dup(number)) as one:
+            one.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False  # the end of the connection, or an answer that nobody has asked for
