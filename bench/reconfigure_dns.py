@@ -13,11 +13,12 @@ without them. The excess is what a change takes more than with a name server tha
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import socket
 import sys
 import tempfile
-import threading
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -60,24 +61,17 @@ def names() -> None:
     assert Path("/etc/resolv.conf").read_text() == f"nameserver {SERVER}\n"
 
 
-class NameServer:
-    """A name server that knows no name, on a thread. It loses every ``every``-th question until that is repeated."""
-
-    def __init__(self) -> None:
-        self.every = 0
-        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        self._socket.bind((SERVER, 53))
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        seen: set[bytes] = set()
+def serve_names(every: Synchronized[int]) -> None:
+    """Be a name server that knows no name, and that loses every ``every``-th question until it is repeated."""
+    seen: set[bytes] = set()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
+        server.bind((SERVER, 53))
         while True:
-            question, sender = self._socket.recvfrom(2048)
+            question, sender = server.recvfrom(2048)
             is_new = question not in seen
             seen.add(question)
-            if self.every and is_new and len(seen) % self.every == 0:
-                continue
-            self._socket.sendto(question[:2] + b"\x81\x83" + question[4:], sender)
+            if not (every.value and is_new and len(seen) % every.value == 0):
+                server.sendto(question[:2] + b"\x81\x83" + question[4:], sender)
 
 
 def without_spares() -> None:
@@ -88,7 +82,10 @@ def without_spares() -> None:
 
 def measure(_rank: int, every: int, spare: bool, runs: int) -> list[float]:
     """One rank: median seconds of a change of roles and of a cut, before the name server loses questions and while it does."""
-    server = NameServer()
+    # A process, since torch keeps Python's lock while it opens a client.
+    forking = multiprocessing.get_context("fork")
+    losing: Synchronized[int] = forking.Value("i", 0)
+    forking.Process(target=serve_names, args=(losing,), daemon=True).start()
     names()
     if not spare:
         without_spares()
@@ -116,9 +113,9 @@ def measure(_rank: int, every: int, spare: bool, runs: int) -> list[float]:
         pipe.step(*batch)
         changes(1)
         found += changes(runs)
-        server.every = every
+        losing.value = every
         found += changes(runs)
-        server.every = 0
+        losing.value = 0
     return found
 
 

@@ -62,7 +62,7 @@ def client_of(store: Store) -> Store:
 
 
 @dataclass(slots=True)
-class _Pool:
+class _Clients:
     """The clients of one job's store.
 
     Attributes:
@@ -91,7 +91,7 @@ class _Pool:
 
 _lock = threading.Lock()
 _opening = threading.Lock()
-_pools: Final[dict[tuple[str, int] | None, _Pool]] = {}
+_pools: Final[dict[tuple[str, int] | None, _Clients]] = {}
 """The pools in use, by the store's address."""
 
 
@@ -186,7 +186,7 @@ def connections_since(store: Store, loan: int) -> Connections:
     return {one for client in [*clients, pool.groups] for one in pool.connections.get(client, set())}
 
 
-def _release(pool: _Pool, count: int) -> None:
+def _release(pool: _Clients, count: int) -> None:
     with _lock:
         pool.reserved -= count
         while pool.free and pool.excess > 0:
@@ -195,17 +195,17 @@ def _release(pool: _Pool, count: int) -> None:
             del _pools[pool.address]
 
 
-def _pool_of_job() -> _Pool:
+def _pool_of_job() -> _Clients:
     job = _job_store()
     pool = _pools.get(_address(job))
     if pool is None or not _is_open(pool.connections.get(pool.groups, set())):
-        pool = _Pool(_address(job), job)
+        pool = _Clients(_address(job), job)
         pool.groups = _open(pool)
         _pools[pool.address] = pool
     return pool
 
 
-def _open(pool: _Pool) -> Store:
+def _open(pool: _Clients) -> Store:
     with _opening:
         before = connections_to(pool.groups)
         made: Store = pool.groups.clone()  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack the method
@@ -213,7 +213,7 @@ def _open(pool: _Pool) -> Store:
     return made
 
 
-def _is_of(pool: _Pool, store: Store) -> bool:
+def _is_of(pool: _Clients, store: Store) -> bool:
     client = client_of(store)
     return client in pool.lent or client is _job_store()
 

@@ -53,16 +53,14 @@ def connect(name: str, store: Store, rank: int, ranks: int, make: Callable[[], T
     if ranks == 1:
         return make()
     happened: SimpleQueue[_Done[T] | BaseException] = SimpleQueue()
-    connection = Connection(store)
     membership = Membership(
-        connection,
+        Connection(store),
         rank,
         ranks,
         happened.put,
         interval=INTERVAL,
         lost_after=LOST_AFTER,
         address=own_address(store),
-        on_end=connection.close,
     )
     before, loans = connections_to(store), spare_clients.loans(store)
     thread = threading.Thread(target=_run, args=(make, happened, _device()), name=f"adaptra rank {rank} connects", daemon=True)

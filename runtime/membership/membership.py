@@ -45,7 +45,7 @@ class Membership:
 
     Args:
         store: Shared by all ranks, over a connection of its own, so that no blocking read delays a heartbeat. A
-            :class:`Connection` survives breaks of the network.
+            :class:`Connection` survives breaks of the network; :meth:`close` closes it too.
         rank: This rank.
         world_size: The number of ranks.
         on_lost: Called once, from a thread of the membership, when another rank or the store is lost.
@@ -56,7 +56,6 @@ class Membership:
         store_host: As of :class:`.heartbeat.HeartbeatProtocol`.
         address: A numeric address of this host on which others reach it, for direct questions. None if none can be put, because
             all ranks are in one process, say. Then a rank is lost after ``lost_after`` seconds of silence, busy or not.
-        on_end: Called at the end of a :meth:`close` after which no thread uses the store any more.
 
     Raises:
         ValueError: ``lost_after`` does not leave time for several heartbeats.
@@ -75,10 +74,9 @@ class Membership:
         busy_after: float = 300.0,
         store_host: int | None = None,
         address: str | None = None,
-        on_end: Callable[[], object] | None = None,
     ) -> None:
-        self._on_end = on_end
         self._timing = HeartbeatTiming(interval, lost_after, busy_after)
+        self._end_connection: Callable[[], object] | None = getattr(store, "close", None)
         self._on_lost = on_lost
         self._clock = AwakeClock(interval)
         self._condition = threading.Condition()
@@ -166,8 +164,8 @@ class Membership:
         with self._condition:
             if self._questions is not None:
                 self._questions.close()
-        if self._on_end is not None and not any(thread.is_alive() for thread in self._threads):
-            self._on_end()
+        if self._end_connection is not None and not any(thread.is_alive() for thread in self._threads):
+            self._end_connection()
 
     def _wait_until_known(self) -> None:
         """Wait until all know that this rank failed or leaves, and why the job ends. The caller has acquired the condition."""

@@ -183,9 +183,8 @@ class Worker:
             pipeline=range(first, first + self._ranks),
             job_ranks=() if replicas is None else replicas.pipeline,
         )
-        connection = Connection(under("membership", job.store))
         self._membership = Membership(
-            connection,
+            Connection(under("membership", job.store)),
             job.rank,
             job.world_size,
             self.abort,
@@ -193,7 +192,6 @@ class Worker:
             busy_after=options.timeout,
             address=own_address(job.store),
             store_host=None if not rank_0_has(job.store) else 0 if replicas is None else replicas.worker_of(0),
-            on_end=connection.close,
         )
         self._watcher = watch(transport.rdma_devices, self._record_link_event)
         telemetry.started(agree_on_run(job.store), initial)
