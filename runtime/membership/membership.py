@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from adaptra.errors import PeerLostError
@@ -76,7 +77,8 @@ class Membership:
         address: str | None = None,
     ) -> None:
         self._timing = HeartbeatTiming(interval, lost_after, busy_after)
-        self._end_connection: Callable[[], object] | None = getattr(store, "close", None)
+        close: Callable[[Store | Connection], object] | None = getattr(type(store), "close", None)  # a connection has it
+        self._end_connection = None if close is None else partial(close, store)
         self._on_lost = on_lost
         self._clock = AwakeClock(interval)
         self._condition = threading.Condition()
