@@ -49,7 +49,7 @@ class MessageRecord(NamedTuple):
 
     The sender posted it at ``sent_at``, it was complete at ``arrived_at``, and an op used it at ``consumed_at``.
     ``departed_at`` is ``sent_at``, or the time of the receiver's request if the message may have waited for that.
-    ``replica`` is None for a message between two workers of its microbatch's replica. Else it is that replica.
+    ``replica`` is that of the microbatch, and ``crosses`` whether a worker of another replica sent or received it.
     """
 
     kind: Kind
@@ -61,7 +61,8 @@ class MessageRecord(NamedTuple):
     departed_at: float
     arrived_at: float
     consumed_at: float
-    replica: int | None = None
+    replica: int = 0
+    crosses: bool = False
 
 
 class ReduceRecord(NamedTuple):
@@ -97,7 +98,7 @@ class StepRecords:
             self.end + seconds,
             tuple(OpRecord(op, start + seconds, end + seconds) for op, start, end in self.ops),
             tuple(
-                MessageRecord(*one[:5], *(instant + seconds for instant in one[5:9]), replica=one.replica)
+                MessageRecord(*one[:5], *(instant + seconds for instant in one[5:9]), replica=one.replica, crosses=one.crosses)
                 for one in self.messages
             ),
             self.reduce and self.reduce._replace(start=self.reduce.start + seconds, end=self.reduce.end + seconds),
@@ -152,9 +153,9 @@ def _read_message(fields: Fields) -> MessageRecord:
         raise ControlError(f"records of a step: message of kind {kind!r}: expected SEND_F or SEND_B")
     whole = [fields.whole(name) for name in ("source", "destination", "microbatch", "nbytes")]
     instants = [fields.instant(name) for name in ("sent_at", "departed_at", "arrived_at", "consumed_at")]
-    replica = fields.whole_or_none("replica")
+    replica, crosses = fields.whole("replica"), fields.flag("crosses")
     fields.end()
-    return MessageRecord(Kind(kind), *whole, *instants, replica=replica)
+    return MessageRecord(Kind(kind), *whole, *instants, replica=replica, crosses=crosses)
 
 
 def _read_reduce(data: object) -> ReduceRecord:
@@ -204,7 +205,7 @@ class Monitor:
         self._own = stages_of(rank, placement)
         self._kept: deque[StepRecords] = deque(maxlen=keep)
         self._ops: list[tuple[Op, Any, Any]] = []
-        self._messages: list[tuple[Kind, int, int, int, int, float, float, float, float, int | None]] = []
+        self._messages: list[tuple[Kind, int, int, int, int, float, float, float, float, int, bool]] = []
         self._waits: list[tuple[Op, float]] = []
         self._probes: dict[tuple[int, int], tuple[float, float]] = {}
         self._rates: dict[tuple[int, int], EdgeEstimate] = {}
@@ -257,13 +258,14 @@ class Monitor:
         departed_at: float,
         arrived_at: float,
         consumed_at: float,
-        replica: int | None = None,
+        replica: int = 0,
+        crosses: bool = False,
     ) -> None:
         """Record that a message arrived; see :class:`MessageRecord`."""
         instants = (sent_at, departed_at, arrived_at, consumed_at)
-        self._messages.append((kind, source, destination, microbatch, nbytes, *instants, replica))
+        self._messages.append((kind, source, destination, microbatch, nbytes, *instants, replica, crosses))
         if not self._ops:
-            self._first.needs((source, destination) if replica is None else None, sent_at, departed_at, arrived_at)
+            self._first.needs(None if crosses else (source, destination), sent_at, departed_at, arrived_at)
 
     def wait(self, op: Op, seconds: float) -> None:
         """Record the seconds that a compute op waited for its message."""
@@ -381,7 +383,7 @@ class Monitor:
     def _measure_edges(self, records: StepRecords, shape: int) -> tuple[EdgeMeasurement, ...]:
         messages: dict[tuple[int, int], list[MessageRecord]] = {}
         for message in sorted(records.messages, key=lambda message: message.sent_at):
-            if message.replica is None:  # other links are not edges of this replica
+            if not message.crosses:  # other links are not edges of this replica
                 messages.setdefault((message.source, message.destination), []).append(message)
         waiting = dict.fromkeys(messages, 0.0)
         for op, seconds in self._waits:
@@ -424,21 +426,22 @@ def _interval(rank: int, reduce: ReduceRecord, zero: float) -> ReduceInterval:
 
 
 def merge_timelines(
-    program: Program, records: Iterable[StepRecords], worker_of: Callable[[int], int] | None = None
+    program: Program, records: Iterable[StepRecords], worker_of: Callable[[int], int] | None = None, *, joined: bool = False
 ) -> Timeline:
     """Merge the records of a step into one measured timeline, in seconds since the start of the first rank.
 
     Args:
-        program: The program that ran. In one of several replicas, ops and messages without a replica are of their rank's.
+        program: The program that ran.
         records: The step's records, one per rank. Ranks without records have no ops.
         worker_of: Returns the worker of a rank of the pipeline. Workers are the rows of a program of several replicas.
+        joined: Whether each replica ran a program of one pipeline of its own, which the program joins.
 
     Raises:
         ValueError: The records are of several steps, or name a rank twice or one that the program does not have.
     """
     by_rank: dict[int, StepRecords] = {}
     for one in records:
-        if worker_of is not None and program.routing is not None:
+        if worker_of is not None and not program.is_one_pipeline:
             one = replace(one, rank=worker_of(one.rank))
         if one.rank in by_rank or not one.rank < program.ranks:
             raise ValueError(f"records of rank {one.rank}: expected each of the ranks 0..{program.ranks - 1} at most once")
@@ -447,10 +450,10 @@ def merge_timelines(
     if len(steps) != 1:
         raise ValueError(f"records of the steps {steps}: expected those of one step")
     zero = min(one.start for one in by_rank.values())
-    homes = {rank: None if program.routing is None else program.routing.replica_of(rank) for rank in by_rank}
+    homes = {rank: program.routing.replica_of(rank) for rank in by_rank}
     ops = tuple(
         tuple(
-            OpInterval(rank, op if op.replica is not None else replace(op, replica=homes[rank]), start - zero, end - zero)
+            OpInterval(rank, replace(op, replica=homes[rank]) if joined else op, start - zero, end - zero)
             for op, start, end in by_rank[rank].ops
         )
         if rank in by_rank
@@ -463,7 +466,7 @@ def merge_timelines(
                 *(m.kind, m.source, m.destination, m.microbatch),
                 # Clocks of ranks differ by a little, so a short flight may seem to end before its begin.
                 *(m.sent_at - zero, m.departed_at - zero, max(m.departed_at, m.arrived_at) - zero),
-                homes[rank] if m.replica is None else m.replica,
+                m.replica if m.crosses else homes[rank],
             )
             for rank, one in by_rank.items()
             for m in one.messages
