@@ -49,7 +49,7 @@ class MessageRecord(NamedTuple):
 
     The sender posted it at ``sent_at``, it was complete at ``arrived_at``, and an op used it at ``consumed_at``.
     ``departed_at`` is ``sent_at``, or the time of the receiver's request if the message may have waited for that.
-    ``replica`` is that of the microbatch, and ``crosses`` whether a worker of another replica sent or received it.
+    ``replica`` is None for a message between two workers of its microbatch's replica. Else it is that replica.
     """
 
     kind: Kind
@@ -61,8 +61,7 @@ class MessageRecord(NamedTuple):
     departed_at: float
     arrived_at: float
     consumed_at: float
-    replica: int = 0
-    crosses: bool = False
+    replica: int | None = None
 
 
 class ReduceRecord(NamedTuple):
@@ -98,7 +97,7 @@ class StepRecords:
             self.end + seconds,
             tuple(OpRecord(op, start + seconds, end + seconds) for op, start, end in self.ops),
             tuple(
-                MessageRecord(*one[:5], *(instant + seconds for instant in one[5:9]), replica=one.replica, crosses=one.crosses)
+                MessageRecord(*one[:5], *(instant + seconds for instant in one[5:9]), replica=one.replica)
                 for one in self.messages
             ),
             self.reduce and self.reduce._replace(start=self.reduce.start + seconds, end=self.reduce.end + seconds),
@@ -153,9 +152,9 @@ def _read_message(fields: Fields) -> MessageRecord:
         raise ControlError(f"records of a step: message of kind {kind!r}: expected SEND_F or SEND_B")
     whole = [fields.whole(name) for name in ("source", "destination", "microbatch", "nbytes")]
     instants = [fields.instant(name) for name in ("sent_at", "departed_at", "arrived_at", "consumed_at")]
-    replica, crosses = fields.whole("replica"), fields.flag("crosses")
+    replica = fields.whole_or_none("replica")
     fields.end()
-    return MessageRecord(Kind(kind), *whole, *instants, replica=replica, crosses=crosses)
+    return MessageRecord(Kind(kind), *whole, *instants, replica=replica)
 
 
 def _read_reduce(data: object) -> ReduceRecord:
@@ -205,7 +204,7 @@ class Monitor:
         self._own = stages_of(rank, placement)
         self._kept: deque[StepRecords] = deque(maxlen=keep)
         self._ops: list[tuple[Op, Any, Any]] = []
-        self._messages: list[tuple[Kind, int, int, int, int, float, float, float, float, int, bool]] = []
+        self._messages: list[tuple[Kind, int, int, int, int, float, float, float, float, int | None]] = []
         self._waits: list[tuple[Op, float]] = []
         self._probes: dict[tuple[int, int], tuple[float, float]] = {}
         self._rates: dict[tuple[int, int], EdgeEstimate] = {}
@@ -258,14 +257,13 @@ class Monitor:
         departed_at: float,
         arrived_at: float,
         consumed_at: float,
-        replica: int = 0,
-        crosses: bool = False,
+        replica: int | None = None,
     ) -> None:
         """Record that a message arrived; see :class:`MessageRecord`."""
         instants = (sent_at, departed_at, arrived_at, consumed_at)
-        self._messages.append((kind, source, destination, microbatch, nbytes, *instants, replica, crosses))
+        self._messages.append((kind, source, destination, microbatch, nbytes, *instants, replica))
         if not self._ops:
-            self._first.needs(None if crosses else (source, destination), sent_at, departed_at, arrived_at)
+            self._first.needs((source, destination) if replica is None else None, sent_at, departed_at, arrived_at)
 
     def wait(self, op: Op, seconds: float) -> None:
         """Record the seconds that a compute op waited for its message."""
@@ -383,7 +381,7 @@ class Monitor:
     def _measure_edges(self, records: StepRecords, shape: int) -> tuple[EdgeMeasurement, ...]:
         messages: dict[tuple[int, int], list[MessageRecord]] = {}
         for message in sorted(records.messages, key=lambda message: message.sent_at):
-            if not message.crosses:  # other links are not edges of this replica
+            if message.replica is None:  # other links are not edges of this replica
                 messages.setdefault((message.source, message.destination), []).append(message)
         waiting = dict.fromkeys(messages, 0.0)
         for op, seconds in self._waits:
@@ -466,7 +464,7 @@ def merge_timelines(
                 *(m.kind, m.source, m.destination, m.microbatch),
                 # Clocks of ranks differ by a little, so a short flight may seem to end before its begin.
                 *(m.sent_at - zero, m.departed_at - zero, max(m.departed_at, m.arrived_at) - zero),
-                m.replica if m.crosses else homes[rank],
+                homes[rank] if m.replica is None else m.replica,
             )
             for rank, one in by_rank.items()
             for m in one.messages

@@ -129,7 +129,7 @@ class SpanSink:
                 sent = min(one.sent_at, one.arrived_at)
                 child(
                     f"{one.source}{one.kind.value}",
-                    of | ({"adaptra.replica": one.replica} if one.crosses else {}),
+                    of | ({} if one.replica is None else {"adaptra.replica": one.replica}),
                     sent,
                     one.arrived_at,
                 )

@@ -143,7 +143,7 @@ class RankTelemetry:
     def _step(self, measurement: StepMeasurement, records: StepRecords, plan: Plan, predicted: float) -> Iterator[Record]:
         nbytes: Counter[tuple[int, int]] = Counter()
         for message in records.messages:
-            if not message.crosses:
+            if message.replica is None:
                 nbytes[message.source, message.destination] += message.nbytes
         arrived = tuple(nbytes[edge.source, edge.destination] for edge in measurement.edges)
         yield StepTaken(measurement, arrived, plan.version, predicted, self._work(records, plan), records)

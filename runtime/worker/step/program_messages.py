@@ -131,8 +131,7 @@ class ProgramMessages:
             pending.departed_at,
             pending.arrived_at,
             now,
-            op.replica,
-            not is_at_home,
+            None if is_at_home else op.replica,
         )
         if is_at_home:  # other links are not measured as edges of the replica
             self._monitor.wait(op, now - asked)
