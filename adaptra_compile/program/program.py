@@ -114,19 +114,12 @@ class Op:
 
     def __str__(self) -> str:
         """Return the op as the text of one pipeline has it. Replica 0 is not named; :meth:`Program.text_of` may name it."""
-        return f"{self.replica}:{self._text}" if self.replica and not self.kind.is_update else self._text
+        return f"{self.replica}:{_short_text(self)}" if self.replica and not self.kind.is_update else _short_text(self)
 
     @property
     def with_replica(self) -> str:
         """The op as the text of several replicas has it."""
-        return self._text if self.kind.is_update else f"{self.replica}:{self._text}"
-
-    @property
-    def _text(self) -> str:
-        if self.kind.is_update:
-            return f"{self.stage}{self.kind.value}"
-        text = f"{self.stage}{self.kind.value}{self.microbatch}"
-        return text if self.lane is None else f"{text}@{self.lane}"
+        return _short_text(self) if self.kind.is_update else f"{self.replica}:{_short_text(self)}"
 
 
 @dataclass(frozen=True)
@@ -308,10 +301,10 @@ def parse_op(token: str) -> Op:
     Raises:
         ScheduleError: The token is invalid. The error names it and the expected form.
     """
-    if update := _UPDATE.fullmatch(token):
-        return Op(int(update[1]), Kind(update[2]), 0)
     match = _OP.fullmatch(token)
     if match is None:
+        if update := _UPDATE.fullmatch(token):
+            return Op(int(update[1]), Kind(update[2]), 0)
         raise ScheduleError(f"op {token!r}: expected STAGE KIND MICROBATCH [@LANE] such as 2F0 or 1SEND_B3@delegate")
     stage, kind, microbatch, lane = match.groups()
     return Op(int(stage), Kind(kind), int(microbatch), lane)
@@ -403,7 +396,7 @@ def lines_of(name: str, routing: Routing, order_of: Callable[[int], Sequence[Op]
         name, routing: As of :class:`Program`.
         order_of: Returns the ops of a live worker.
     """
-    microbatches, text_of = routing.microbatches, str if routing.is_one_pipeline else _with_replica
+    microbatches, text_of = routing.microbatches, _short_text if routing.is_one_pipeline else _with_replica
     if routing.is_one_pipeline:
         yield f"schedule {name} placement={','.join(map(str, routing.placement))} microbatches={microbatches}\n"
     else:
@@ -415,3 +408,11 @@ def lines_of(name: str, routing: Routing, order_of: Callable[[int], Sequence[Op]
 
 
 _with_replica = attrgetter("with_replica")
+
+
+def _short_text(op: Op) -> str:
+    """Return an op's text without its replica."""
+    if op.kind.is_update:
+        return f"{op.stage}{op.kind.value}"
+    text = f"{op.stage}{op.kind.value}{op.microbatch}"
+    return text if op.lane is None else f"{text}@{op.lane}"
