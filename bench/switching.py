@@ -42,7 +42,7 @@ def alternatives(ranks: int, microbatches: int) -> tuple[Program, Program]:
     last = list(first.orders[-1])
     at = next(i for i in range(len(last) - 2) if last[i].kind.value == "W" and last[i + 1].kind.value == "F")
     last[at], last[at + 1] = last[at + 1], last[at]
-    return first, Program("1f1b_late_w", first.placement, microbatches, (*first.orders[:-1], tuple(last)))
+    return first, Program.of_pipeline("1f1b_late_w", first.placement, microbatches, (*first.orders[:-1], tuple(last)))
 
 
 @contextmanager

@@ -197,6 +197,7 @@ nb::tuple to_python(const std::vector<schedule::Order>& orders, std::int32_t mic
   const auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
   const Slot stage(op_type, "stage"), kind(op_type, "kind"), number(op_type, "microbatch"), lane(op_type, "lane");
   const Slot replica(op_type, "replica");
+  const nb::int_ first(0);  // one pipeline is a job of one replica
   std::vector<nb::int_> numbers;
   for (std::int32_t microbatch = 0; microbatch < microbatches; ++microbatch) numbers.emplace_back(microbatch);
   const auto converted = nb::steal<nb::tuple>(PyTuple_New(static_cast<Py_ssize_t>(orders.size())));
@@ -219,7 +220,7 @@ nb::tuple to_python(const std::vector<schedule::Order>& orders, std::int32_t mic
       kind.fill(made, kinds.member(op.kind));
       number.fill(made, numbers[static_cast<std::size_t>(op.microbatch)]);
       lane.fill(made, nb::none());
-      replica.fill(made, nb::none());
+      replica.fill(made, first);
     }
   }
   return converted;

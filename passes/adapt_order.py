@@ -129,7 +129,7 @@ def search(
     makespan, orders = found
     if best is not None and best.makespan <= makespan:
         return best.program
-    return Program(ADAPTED, case.placement, microbatches, orders)
+    return Program.of_pipeline(ADAPTED, case.placement, microbatches, orders)
 
 
 ADAPTED: Final = "adapted"
@@ -160,7 +160,7 @@ def one_at_a_time(placement: tuple[int, ...], microbatches: int) -> Program:
             orders[rank].append(Op(stage, Kind.F, microbatch))
         for stage, rank in reversed(list(enumerate(placement))):
             orders[rank] += [Op(stage, Kind.I, microbatch), Op(stage, Kind.W, microbatch)]
-    return Program("one_at_a_time", placement, microbatches, tuple(map(tuple, orders)))
+    return Program.of_pipeline("one_at_a_time", placement, microbatches, tuple(map(tuple, orders)))
 
 
 def _starts(case: Case, limits: Sequence[int]) -> list[tuple[int, ...]]:

@@ -147,8 +147,9 @@ def _channels(program: Program, hands_over: bool) -> Mapping[Channel, list[Messa
     """Return all messages between ranks, on each channel in the order in which they are sent."""
     found: defaultdict[Channel, list[Message]] = defaultdict(list)
     places = {op: (rank, index) for rank, order in enumerate(program.orders) for index, op in enumerate(order)}
+    stays_home = program.routing.stays_at_home
     for consumer, place in places.items():
-        if consumer.kind is Kind.W and program.routing is None:
+        if consumer.kind is Kind.W and stays_home:
             continue  # no accumulator is handed over
         for stage, kinds, microbatch, replica in needs(consumer, program, lowered=False, hands_over=hands_over):
             if program.holder(replica, stage, microbatch) == place[0]:
@@ -201,7 +202,7 @@ def _counts_needed(
 
 def _times(program: Program, cost: CostModel, hands_over: bool) -> Sequence[Sequence[OpInterval]]:
     """Return when each rank runs its ops, in a step that begins with all ranks idle."""
-    if program.routing is None:
+    if program.is_one_pipeline:
         return simulate(program, cost).timeline.ops
     return simulate_period(program, alike_case(program, cost, hands_over=hands_over)).steps[0]
 

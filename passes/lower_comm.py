@@ -61,7 +61,6 @@ class LowerComm(Pass):
 def _edge(op: Op, program: Program) -> tuple[int, int]:
     """Return source and destination of a communication op: stages, or with several replicas workers."""
     ends = (other_end(op), op) if op.kind in SENT_BY else (op, other_end(op))
-    source, destination = (
-        end.stage if program.routing is None else program.holder(end.replica, end.stage, end.microbatch) for end in ends
-    )
+    by_stages = program.is_one_pipeline
+    source, destination = (end.stage if by_stages else program.holder(end.replica, end.stage, end.microbatch) for end in ends)
     return source, destination

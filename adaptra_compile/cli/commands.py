@@ -109,7 +109,7 @@ def _trace(options: Namespace) -> str:
         raise ReportError("trace --json: expected the folder of a run; traces (.json) are JSON themselves")
     runs = [run for file in options.files for run in perfetto.load_all(file)]
     if options.output is not None:
-        if all(timeline.program.routing is not None for _, timeline in runs):
+        if not any(timeline.program.is_one_pipeline for _, timeline in runs):
             if options.slow_edge:
                 raise ReportError("trace --slow-edge: expected traces of one pipeline; those of several replicas mark no edges")
             step_picture.draw_steps(runs, options.output, title=options.title)
@@ -121,7 +121,7 @@ def _trace(options: Namespace) -> str:
 
 def _as_text(timeline: Timeline, width: int) -> str:
     lanes = text.render(timeline, width)
-    if timeline.program.routing is None:
+    if timeline.program.is_one_pipeline:
         return lanes
     from adaptra.report.stage_table import worker_table
 

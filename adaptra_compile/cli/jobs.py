@@ -73,7 +73,6 @@ def run_job_plan(options: Namespace, case: JobCase) -> str:
     if options.lower:
         program = _lowered(program, case)
     simulated = simulate_period(program, case)
-    assert program.routing is not None
     bound = period_bound(case, program.routing)
     healthy = simulated.period
     if not case.is_healthy:

@@ -86,8 +86,7 @@ def predicted_peaks(program: Program, stages: Sequence[TrainStage]) -> tuple[int
                 case Kind.B:
                     peak = max(peak, held - first + at.input_grad, held - first + at.weight_grad)
                     held -= first
-        held_here = stages_of(rank, program.placement) if program.routing is None else program.routing.stages_of(rank)
-        peaks.append(peak + sum(_travelling(stages[stage]) for stage in held_here))
+        peaks.append(peak + sum(_travelling(stages[stage]) for stage in program.routing.stages_of(rank)))
     return tuple(peaks)
 
 

@@ -536,8 +536,9 @@ class Pipeline(ModuleMethods):
         replica's batch is not of the shape for which the pipeline was compiled.
         """
         program = self._require().workers[0].program
-        routing = program.routing or Routing.at_home(program.placement, self.replicas, program.microbatches)
-        return routing.routes
+        if program.is_one_pipeline:
+            return Routing.at_home(program.placement, self.replicas, program.microbatches).routes
+        return program.routing.routes
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Let this optimizer's state move with the parameters, so that changes of roles and cuts need not be given it.
@@ -723,7 +724,7 @@ class Pipeline(ModuleMethods):
         plan, bandwidth, cost = self.plan, self._require().bandwidth, self._known_cost
         what = "for which it was made" if cost == plan.case.cost else "measured last, which differ from those it was made for"
         which = f"plan {plan.version}, in the times {what}\n"
-        if plan.program.routing is not None:
+        if not plan.program.is_one_pipeline:
             changing = changed_buffers(self._require().compiled)
             job = explain_job(plan.program, alike_case(plan.program, cost, changing=changing))
             return which + job.text(equations=equations)
@@ -776,7 +777,7 @@ class Pipeline(ModuleMethods):
         session = self._require()
         program, cost = self.plan.program, self.plan.case.cost
         sizes = predicted_peaks(program, session.compiled.train)
-        if program.routing is None:
+        if program.is_one_pipeline:
             in_flight, workers = simulate(program, cost).peak_in_flight, program.placement
         else:
             workers = tuple(worker for worker in program.routing.workers[self.replica] if worker is not None)
@@ -823,10 +824,10 @@ class Pipeline(ModuleMethods):
         named = [(f"step under plan {self.plan.version}{f'; {PADDED}' if self.session.has_padded_ops else ''}", timeline)]
         if suffix == ".json":
             perfetto.write(named, path, slow)
-        elif timeline.program.routing is not None:
-            step_picture.draw_steps(named, path)
-        else:
+        elif timeline.program.is_one_pipeline:
             picture.draw(named, path, slow_edges=slow)
+        else:
+            step_picture.draw_steps(named, path)
 
     def close(self) -> None:
         """End the pipeline's threads and connections. It may be called twice. The parameters stay usable."""

@@ -33,7 +33,6 @@ def routed_plan(program: Program, case: Case, replicas: int, compiled: CompiledS
         PlanError: The program is of another job, or exceeds the memory. Or it routes microbatches that can't leave their home.
     """
     routing = program.routing
-    assert routing is not None, "the program has several replicas"
     what = f"schedule {program.name}"
     if options.adapt:
         raise OptionError(f"{what} with routes and adapt=True: expected adapt=False, as routes are followed and not changed")

@@ -237,7 +237,7 @@ class Session:
             decided: tuple[SplitChange, tuple[CutPoint, ...]] | None = None
             if known is not None and (job is None or job.rank == 0):
                 case = replace(plan.case, cost=known)
-                routed = None if plan.program.routing is None else plan.predicted
+                routed = None if plan.program.is_one_pipeline else plan.predicted
                 running = plan.program, plan.delegated, plan.rounded
                 decided = choose_split(case, *running, self.bandwidth, horizon, moving, routed)
             decided = share_split(group, decided, self.compiled.cut_points)

@@ -175,13 +175,13 @@ class PipelineSpec:
         options = self.options
         if not self.with_loss:
             return two_phase_plan(case, options.delegated)
-        if isinstance(options.schedule, Program) and options.schedule.routing is not None:
+        if isinstance(options.schedule, Program) and not options.schedule.is_one_pipeline:
             return routed_plan(options.schedule, case, self.replicas, compiled, options)
         return first_plan(options, case, room, options.delegated)
 
     def _alone(self, compiled: CompiledStages) -> tuple[str, ...]:
         """Return the lines of :attr:`PlannedPipeline.alone`."""
-        if self.replicas == 1 or (isinstance(self.options.schedule, Program) and self.options.schedule.routing is not None):
+        if self.replicas == 1 or (isinstance(self.options.schedule, Program) and not self.options.schedule.is_one_pipeline):
             return ()
         why = self._why_alone()
         if why is not None:

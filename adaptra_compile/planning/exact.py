@@ -184,7 +184,7 @@ class _Problem:
         orders: list[list[Op]] = [[] for _ in range(max(self._case.placement) + 1)]
         for op in sorted(starts, key=lambda op: (starts[op], self.ops[op].length > 0, *_rank_among_equals(op))):
             orders[self._case.placement[op.stage]].append(op)
-        return Program("exact", self._case.placement, self._case.microbatches, tuple(map(tuple, orders)))
+        return Program.of_pipeline("exact", self._case.placement, self._case.microbatches, tuple(map(tuple, orders)))
 
     def _longest(self) -> int:
         """Return the length of a step that runs one op or message at a time, an upper bound of all sensible orders."""

@@ -82,7 +82,7 @@ def spare_memory(case: Case, program: Program, at_most: float, timing: StepTimin
         The program with later forwards, or ``program`` itself if nothing can be saved.
     """
     effort = max(LEAST_EFFORT, LEAST_ROUNDS * 3 * case.cost.stages * case.microbatches)
-    spared = Program(ADAPTED, case.placement, case.microbatches, timing.spared(case, program, at_most, effort))
+    spared = Program.of_pipeline(ADAPTED, case.placement, case.microbatches, timing.spared(case, program, at_most, effort))
     is_better = spared.orders != program.orders and timing.of(spared, case.cost) <= at_most
     return spared if is_better else program
 

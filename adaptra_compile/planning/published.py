@@ -62,7 +62,7 @@ def _greedy(case: Case, name: str, in_flight: int | Sequence[int] | None, counts
     orders: list[tuple[Op, ...]] = [()] * len(stages)
     for stage in stages:
         orders[case.placement[stage.index]] = tuple(stage.order)
-    return Program(name, case.placement, case.microbatches, tuple(orders))
+    return Program.of_pipeline(name, case.placement, case.microbatches, tuple(orders))
 
 
 def _room(case: Case, stage: int) -> float:

@@ -32,7 +32,7 @@ class Need(NamedTuple):
     stage: int
     kinds: tuple[Kind, ...]
     microbatch: int
-    replica: int | None = None
+    replica: int = 0
 
     @property
     def ops(self) -> tuple[Op, ...]:

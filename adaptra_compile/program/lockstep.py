@@ -36,8 +36,9 @@ class Lockstep:
         rows = [["step", *map(str, shown)]]
         for rank, order in enumerate(self.program.orders):
             position = self.stuck[rank][0] if rank in self.stuck else len(order)
-            ran = {self.steps[op]: str(op) for op in order[:position]}
-            waiting, *ahead = map(str, order[position : position + 1 + _OPS_AHEAD]) if rank in self.stuck else ["end"]
+            ran = {self.steps[op]: self.program.text_of(op) for op in order[:position]}
+            shown_ops = order[position : position + 1 + _OPS_AHEAD]
+            waiting, *ahead = map(self.program.text_of, shown_ops) if rank in self.stuck else ["end"]
             marked = f"→{waiting}" if rank in self.stuck else waiting
             rows.append([f"{self.program.rank_word} {rank}", *(ran.get(step, ".") for step in shown), marked, *ahead])
         widths = [max(len(row[column]) for row in rows if column < len(row)) for column in range(max(map(len, rows)))]

@@ -11,8 +11,8 @@ it::
 The letters are those of torch.distributed.pipelining and never change their meaning: F forward, I input gradient,
 W weight gradient, B both gradients at once.
 
-A program of several replicas is of version 2. Its text also has the :class:`.routing.Routing`, ops name the replica of their
-microbatch, and every worker may end with REDUCE and STEP::
+One pipeline is a job of one replica. The text of a program of several replicas is of version 2. It also has the
+:class:`.routing.Routing`, ops name the replica of their microbatch, and every worker may end with REDUCE and STEP::
 
     schedule rerouted version=2 stages=2 microbatches=2
     workers 0,1 2,-
@@ -31,13 +31,14 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import islice
+from operator import attrgetter
 from typing import Final
 
 from adaptra.errors import ProgramTextError, ScheduleError
 from adaptra.program.routing import NUMBER, Routing, TextLine
 
 FORMAT_VERSION: Final = 2
-"""The newest version of the text form. A program of one pipeline has version 1."""
+"""The newest version of the text form. The text of a program of one pipeline has version 1."""
 MOST_OPS: Final = 10_000_000
 """The most F, I and W of a program, which take seconds and gigabytes. More are refused before they fill the memory."""
 
@@ -102,21 +103,23 @@ class Op:
         kind: The kind.
         microbatch: The number of the microbatch in its replica; 0 for REDUCE and STEP, which have none.
         lane: The path of a message. It is not part of the op's identity.
-        replica: The replica of the microbatch, and for REDUCE and STEP that of the worker. None in a program of one pipeline.
+        replica: The replica of the microbatch, and for REDUCE and STEP that of the worker. 0 in a program of one pipeline.
     """
 
     stage: int
     kind: Kind
     microbatch: int
     lane: str | None = field(default=None, compare=False)
-    replica: int | None = None
+    replica: int = 0
 
     def __str__(self) -> str:
-        if self.kind.is_update:
-            return f"{self.stage}{self.kind.value}"
-        text = f"{self.stage}{self.kind.value}{self.microbatch}"
-        text = text if self.replica is None else f"{self.replica}:{text}"
-        return text if self.lane is None else f"{text}@{self.lane}"
+        """Return the op as the text of one pipeline has it. Replica 0 is not named; :meth:`Program.text_of` may name it."""
+        return f"{self.replica}:{_short_text(self)}" if self.replica and not self.kind.is_update else _short_text(self)
+
+    @property
+    def with_replica(self) -> str:
+        """The op as the text of several replicas has it."""
+        return _short_text(self) if self.kind.is_update else f"{self.replica}:{_short_text(self)}"
 
 
 @dataclass(frozen=True)
@@ -125,12 +128,9 @@ class Program:
 
     Attributes:
         name: A word for people: letters, digits and ``_ . + -``.
-        placement: ``placement[stage]`` is the stage's rank. Ranks are 0 … R-1, and each has at least one stage. Empty in a
-            program of several replicas, whose routing says who has which stage.
-        microbatches: The number of microbatches of one step, of each replica.
+        routing: The workers, and the routes that microbatches take through them.
         orders: ``orders[rank]`` is the op sequence of that rank. The ranks of several replicas are called workers; a lost
             worker has no ops.
-        routing: The workers and routes of several replicas; None in a program of one pipeline.
 
     Raises:
         ScheduleError: The parts don't fit together. :func:`adaptra.program.verify.verify` checks whether the ranks can
@@ -138,39 +138,52 @@ class Program:
     """
 
     name: str
-    placement: tuple[int, ...]
-    microbatches: int
+    routing: Routing
     orders: tuple[tuple[Op, ...], ...]
-    routing: Routing | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise ScheduleError(f"name {self.name!r}: expected letters, digits and _ . + -")
-        if self.microbatches < 1:
-            raise ScheduleError(f"microbatches={self.microbatches}: expected at least 1")
-        ranks = len(self.orders)
-        if self.routing is not None:
-            self._check_routing(self.routing)
-            return
-        if not self.placement or set(self.placement) != set(range(ranks)):
-            raise ScheduleError(
-                f"placement={','.join(map(str, self.placement))} with {ranks} op sequences: "
-                f"expected every rank 0..{ranks - 1} to hold at least one stage and no other rank to be named"
-            )
-
-    def _check_routing(self, routing: Routing) -> None:
-        if self.placement:
-            raise ScheduleError("placement and routing: expected no placement, since the routing says who has which stage")
-        if routing.microbatches != self.microbatches:
-            raise ScheduleError(f"routes of {routing.microbatches} microbatches: expected {self.microbatches}")
-        workers = routing.live[-1] + 1
+        workers = self.routing.ranks
         if len(self.orders) != workers:
             raise ScheduleError(f"{len(self.orders)} op sequences: expected {workers}, one for each worker 0..{workers - 1}")
+
+    @staticmethod
+    def of_pipeline(name: str, placement: tuple[int, ...], microbatches: int, orders: tuple[tuple[Op, ...], ...]) -> Program:
+        """Return the program of one pipeline.
+
+        Args:
+            name, orders: As of :class:`Program`.
+            placement: ``placement[stage]`` is the stage's rank. Ranks are 0 … R-1, and each has at least one stage.
+            microbatches: The number of microbatches of one step.
+
+        Raises:
+            ScheduleError: The parts don't fit together.
+        """
+        if microbatches < 1:
+            raise ScheduleError(f"microbatches={microbatches}: expected at least 1")
+        ranks = len(orders)
+        if not placement or set(placement) != set(range(ranks)):
+            raise ScheduleError(
+                f"placement={','.join(map(str, placement))} with {ranks} op sequences: "
+                f"expected every rank 0..{ranks - 1} to hold at least one stage and no other rank to be named"
+            )
+        return Program(name, Routing.of_pipeline(placement, microbatches), orders)
+
+    @property
+    def placement(self) -> tuple[int, ...]:
+        """``placement[stage]`` is the rank of the stage in its replica."""
+        return self.routing.placement
+
+    @property
+    def microbatches(self) -> int:
+        """The number of microbatches of one step, of each replica."""
+        return self.routing.microbatches
 
     @property
     def stages(self) -> int:
         """The number of stages of each replica."""
-        return len(self.placement) if self.routing is None else self.routing.stages
+        return self.routing.stages
 
     @property
     def ranks(self) -> int:
@@ -178,20 +191,27 @@ class Program:
         return len(self.orders)
 
     @property
-    def rank_word(self) -> str:
-        """The word for a rank in texts: "rank" in a program of one pipeline, else "worker"."""
-        return "rank" if self.routing is None else "worker"
+    def replicas(self) -> int:
+        """The number of replicas."""
+        return self.routing.replicas
 
     @property
-    def replicas(self) -> tuple[int | None, ...]:
-        """The replicas that ops can have: (None,) in a program of one pipeline."""
-        return (None,) if self.routing is None else tuple(range(self.routing.replicas))
+    def is_one_pipeline(self) -> bool:
+        """Whether there is one replica, so that texts need not name replicas and workers."""
+        return self.routing.is_one_pipeline
 
-    def holder(self, replica: int | None, stage: int, microbatch: int) -> int:
+    @property
+    def rank_word(self) -> str:
+        """The word for a rank in texts: "rank" in a program of one pipeline, else "worker"."""
+        return "rank" if self.is_one_pipeline else "worker"
+
+    def text_of(self, op: Op) -> str:
+        """Return one of its ops as it stands in the program's text."""
+        return str(op) if self.is_one_pipeline else op.with_replica
+
+    def holder(self, replica: int, stage: int, microbatch: int) -> int:
         """Return the rank that computes a microbatch of a replica on a stage."""
-        if self.routing is None:
-            return self.placement[stage]
-        return self.routing.holder(replica or 0, stage, microbatch)
+        return self.routing.path_of[replica][microbatch][stage]
 
     def require_one_pipeline(self, user: str) -> None:
         """Refuse a program of several replicas where only one pipeline has a meaning.
@@ -199,8 +219,8 @@ class Program:
         Raises:
             ScheduleError: The program has several replicas; names it and the ``user`` of the program.
         """
-        if self.routing is not None:
-            raise ScheduleError(f"{user}: {self.name} has {self.routing.replicas} replicas: expected a program of one pipeline")
+        if not self.is_one_pipeline:
+            raise ScheduleError(f"{user}: {self.name} has {self.replicas} replicas: expected a program of one pipeline")
 
     @property
     def is_lowered(self) -> bool:
@@ -222,10 +242,7 @@ class Program:
 
     def __str__(self) -> str:
         """Return the text form: a header, the routing of several replicas, and one line per live rank; ends in a newline."""
-        if self.routing is not None:
-            return "".join(lines_of(self.name, self.routing, self.microbatches, self.orders.__getitem__))
-        header = f"schedule {self.name} placement={','.join(map(str, self.placement))} microbatches={self.microbatches}\n"
-        return header + "".join(map(_line, range(self.ranks), self.orders))
+        return "".join(lines_of(self.name, self.routing, self.orders.__getitem__))
 
     @staticmethod
     def parse(text: str) -> Program:
@@ -254,12 +271,12 @@ class Program:
         if not is_routed:
             placement = tuple(map(int, match["placement"].split(",")))
             orders = tuple(_parse_order(line, rank, parse_op) for rank, line in enumerate(rest))
-            return _placed(header, name, placement, microbatches, orders)
+            return _placed(header, partial(Program.of_pipeline, name, placement, microbatches), orders)
         if refused := refuse_size(int(match["stages"]), microbatches):
             raise header.error(refused)
         split = next((i for i, line in enumerate(rest) if not line.text.startswith(("workers ", "route "))), len(rest))
         routing = Routing.parse(header, rest[:split], int(match["stages"]), microbatches)
-        return _placed(header, name, (), microbatches, _parse_routed_orders(header, rest[split:], routing), routing)
+        return _placed(header, partial(Program, name, routing), _parse_routed_orders(header, rest[split:], routing))
 
 
 _BACKWARD = frozenset({Kind.I, Kind.W, Kind.B})
@@ -286,6 +303,8 @@ def parse_op(token: str) -> Op:
     """
     match = _OP.fullmatch(token)
     if match is None:
+        if update := _UPDATE.fullmatch(token):
+            return Op(int(update[1]), Kind(update[2]), 0)
         raise ScheduleError(f"op {token!r}: expected STAGE KIND MICROBATCH [@LANE] such as 2F0 or 1SEND_B3@delegate")
     stage, kind, microbatch, lane = match.groups()
     return Op(int(stage), Kind(kind), int(microbatch), lane)
@@ -326,15 +345,10 @@ def _offset(line: TextLine, number: int) -> int:
 
 
 def _placed(
-    header: TextLine,
-    name: str,
-    placement: tuple[int, ...],
-    microbatches: int,
-    orders: tuple[tuple[Op, ...], ...],
-    routing: Routing | None = None,
+    header: TextLine, program: Callable[[tuple[tuple[Op, ...], ...]], Program], orders: tuple[tuple[Op, ...], ...]
 ) -> Program:
     try:
-        return Program(name, placement, microbatches, orders, routing)
+        return program(orders)
     except ScheduleError as error:
         raise header.error(str(error)) from None
 
@@ -356,7 +370,7 @@ def _parse_routed_orders(header: TextLine, lines: Sequence[TextLine], routing: R
     live = routing.live
     if len(lines) != len(live):
         raise header.error(f"{len(lines)} lines of ops: expected {len(live)}, one for each live worker")
-    orders: list[tuple[Op, ...]] = [()] * (live[-1] + 1)
+    orders: list[tuple[Op, ...]] = [()] * routing.ranks
     for worker, line in zip(live, lines, strict=True):
         orders[worker] = _parse_order(line, worker, partial(_parse_routed_op, routing.replica_of(worker)), "worker")
     return tuple(orders)
@@ -375,19 +389,30 @@ def _parse_routed_op(home: int, token: str) -> Op:
     return Op(int(stage), Kind(kind), int(microbatch), lane, int(replica))
 
 
-def lines_of(name: str, routing: Routing, microbatches: int, order_of: Callable[[int], Sequence[Op]]) -> Iterator[str]:
-    """Yield the lines of a program's text form, each with its newline, of several replicas.
+def lines_of(name: str, routing: Routing, order_of: Callable[[int], Sequence[Op]]) -> Iterator[str]:
+    """Yield the lines of a program's text form, each with its newline: a header, the routes of several replicas, and the ops.
 
     Args:
-        name, routing, microbatches: As of :class:`Program`.
+        name, routing: As of :class:`Program`.
         order_of: Returns the ops of a live worker.
     """
-    yield f"schedule {name} version={FORMAT_VERSION} stages={routing.stages} microbatches={microbatches}\n"
-    for line in routing.lines():
-        yield f"{line}\n"
+    microbatches, text_of = routing.microbatches, _short_text if routing.is_one_pipeline else _with_replica
+    if routing.is_one_pipeline:
+        yield f"schedule {name} placement={','.join(map(str, routing.placement))} microbatches={microbatches}\n"
+    else:
+        yield f"schedule {name} version={FORMAT_VERSION} stages={routing.stages} microbatches={microbatches}\n"
+        for line in routing.lines():
+            yield f"{line}\n"
     for worker in routing.live:
-        yield _line(worker, order_of(worker))
+        yield " ".join([f"{worker}:", *map(text_of, order_of(worker))]) + "\n"
 
 
-def _line(rank: int, order: Sequence[Op]) -> str:
-    return " ".join([f"{rank}:", *map(str, order)]) + "\n"
+_with_replica = attrgetter("with_replica")
+
+
+def _short_text(op: Op) -> str:
+    """Return an op's text without its replica."""
+    if op.kind.is_update:
+        return f"{op.stage}{op.kind.value}"
+    text = f"{op.stage}{op.kind.value}{op.microbatch}"
+    return text if op.lane is None else f"{text}@{op.lane}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import groupby
 from typing import Final, NamedTuple
 
@@ -95,6 +95,10 @@ class Routing:
 
     def __post_init__(self) -> None:
         _check_workers(self.workers)
+        if self.microbatches < 1 or not self.stays_at_home:
+            self._check_routes()
+
+    def _check_routes(self) -> None:
         replicas, stages = len(self.workers), self.stages
         seen: dict[tuple[int, int], Route] = {}
         for route in self.routes:
@@ -135,6 +139,12 @@ class Routing:
         return Routing.of_paths(grid, [[path] * microbatches for path in grid])
 
     @staticmethod
+    @lru_cache(maxsize=64)
+    def of_pipeline(placement: tuple[int, ...], microbatches: int) -> Routing:
+        """Return the routing of one pipeline, ``placement[stage]`` being the stage's rank: the same one for equal arguments."""
+        return Routing((placement,), (Route(0, range(microbatches), placement),), microbatches)
+
+    @staticmethod
     def of_paths(workers: Grid, paths: Sequence[Sequence[tuple[int, ...]]]) -> Routing:
         """Return the routing of ``paths[replica][microbatch]``, with one route for each run of equal paths."""
         routes: list[Route] = []
@@ -158,7 +168,7 @@ class Routing:
 
     def holder(self, replica: int, stage: int, microbatch: int) -> int:
         """Return the worker that computes a microbatch of a replica on a stage."""
-        return self._path_of[replica][microbatch][stage]
+        return self.path_of[replica][microbatch][stage]
 
     def away(self, stage: int) -> Iterator[Away]:
         """Yield the microbatches that leave their home on a stage, by replica and number. A lost worker is nobody's home."""
@@ -181,9 +191,16 @@ class Routing:
         """Return the replica to which a worker belongs."""
         return self._held[worker][0]
 
-    @property
+    @cached_property
+    def is_one_pipeline(self) -> bool:
+        """Whether there is one replica, on the ranks 0 … R-1."""
+        return self.stays_at_home and self.replicas == 1 and set(self.workers[0]) == set(range(self.ranks))
+
+    @cached_property
     def placement(self) -> tuple[int, ...]:
         """The rank of each stage in its replica: stages that share a worker share the rank."""
+        if self.is_one_pipeline:
+            return self.routes[0].workers
         rank_of: dict[int, int] = {}
         placement: list[int] = []
         for column in self._columns:
@@ -192,10 +209,26 @@ class Routing:
             rank_of |= dict.fromkeys(column, rank)
         return tuple(placement)
 
-    @property
+    @cached_property
     def live(self) -> tuple[int, ...]:
         """The live workers, in ascending order."""
         return tuple(sorted(self._held))
+
+    @property
+    def ranks(self) -> int:
+        """The number of workers, lost ones included but for those behind the last live one."""
+        return self.live[-1] + 1
+
+    @cached_property
+    def stays_at_home(self) -> bool:
+        """Whether each replica has one route, of all its microbatches through its own workers."""
+        return len(self.routes) == len(self.workers) and all(
+            route.replica == replica
+            and route.workers == path
+            and None not in path
+            and route.microbatches == range(self.microbatches)
+            for replica, (route, path) in enumerate(zip(self.routes, self.workers, strict=True))
+        )
 
     @cached_property
     def _columns(self) -> tuple[tuple[int, ...], ...]:
@@ -212,7 +245,10 @@ class Routing:
         return held
 
     @cached_property
-    def _path_of(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    def path_of(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """``path_of[replica][microbatch][stage]`` is the worker that computes it."""
+        if self.stays_at_home:
+            return tuple((route.workers,) * self.microbatches for route in self.routes)
         paths: list[list[tuple[int, ...]]] = [[()] * self.microbatches for _ in self.workers]
         for route in self.routes:
             for microbatch in route.microbatches:

@@ -118,7 +118,7 @@ def interleaved_1f1b(ranks: int, microbatches: int, chunks: int = 2) -> Program:
 
     placement = tuple(range(ranks)) * chunks
     orders = (tuple(op for op in order(rank) if op.microbatch < microbatches) for rank in range(ranks))
-    return Program("interleaved", placement, microbatches, tuple(orders))
+    return Program.of_pipeline("interleaved", placement, microbatches, tuple(orders))
 
 
 def zbv(ranks: int, microbatches: int) -> Program:
@@ -155,7 +155,7 @@ def zbv(ranks: int, microbatches: int) -> Program:
 
     placement = (*range(ranks), *reversed(range(ranks)))
     orders = (tuple(op for op in order(rank) if op.microbatch < microbatches) for rank in range(ranks))
-    return Program("zbv", placement, microbatches, tuple(orders))
+    return Program.of_pipeline("zbv", placement, microbatches, tuple(orders))
 
 
 def forward_only(placement: Sequence[int], microbatches: int) -> Program:
@@ -176,7 +176,7 @@ def forward_only(placement: Sequence[int], microbatches: int) -> Program:
     ops = [Op(stage, Kind.F, microbatch) for stage in range(len(placement)) for microbatch in range(microbatches)]
     ops.sort(key=lambda op: chunks * op.microbatch + op.stage)
     orders = (tuple(op for op in ops if placement[op.stage] == rank) for rank in range(len(set(placement))))
-    return Program("forward_only", tuple(placement), microbatches, tuple(orders))
+    return Program.of_pipeline("forward_only", tuple(placement), microbatches, tuple(orders))
 
 
 def two_phases(stages: int, microbatches: int) -> Program:
@@ -260,7 +260,7 @@ def _alternate(stage: int, microbatches: int, warm_up: int, deferred: int, split
 
 def _program(name: str, stages: int, microbatches: int, order: Callable[[int], Iterable[Op]]) -> Program:
     _check(name, stages, stages=stages, microbatches=microbatches)
-    return Program(name, tuple(range(stages)), microbatches, tuple(tuple(order(stage)) for stage in range(stages)))
+    return Program.of_pipeline(name, tuple(range(stages)), microbatches, tuple(tuple(order(stage)) for stage in range(stages)))
 
 
 def _check(name: str, total: int, /, **numbers: int) -> None:

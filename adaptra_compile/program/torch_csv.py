@@ -90,7 +90,7 @@ def from_csv(
         placement = _placement(rank_of, len(orders))
     if microbatches is None:
         microbatches = max(op.microbatch for op in seen) + 1
-    return Program(name, tuple(placement), microbatches, tuple(orders))
+    return Program.of_pipeline(name, tuple(placement), microbatches, tuple(orders))
 
 
 _REDUCTION: Final = re.compile(r"(0|[1-9][0-9]{0,8})REDUCE_GRAD")

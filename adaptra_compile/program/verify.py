@@ -66,6 +66,10 @@ class Facts:
                 if place is not None:
                     yield self.program.orders[place.rank][place.number]
 
+    def text_of(self, op: Op) -> str:
+        """Return the text of one of the program's ops and of its position."""
+        return f"{self.program.text_of(op)}, {self.places[op]}"
+
     def error(self, text: str, at: Position | int) -> InvalidProgramError:
         """Return the error of a broken rule: the program's name and the text, with the op or the rank that it is about."""
         rank, number = (at, None) if isinstance(at, int) else (at.rank, at.number)
@@ -113,7 +117,8 @@ def verify(
                 problem = check(program, rank, op)
                 if problem is not None:
                     where = Position(rank, number, program.rank_word)
-                    raise InvalidProgramError(f"{program.name}: {op}, {where}: {problem}", rank=rank, number=number)
+                    text = f"{program.name}: {program.text_of(op)}, {where}: {problem}"
+                    raise InvalidProgramError(text, rank=rank, number=number)
     facts = Facts(program, _places(program), program.is_lowered, program.is_forward_only, hands_over, barrier, changing)
     for rule in PROGRAM_RULES:
         rule(facts)
@@ -129,11 +134,9 @@ def _stage_exists(program: Program, rank: int, op: Op) -> str | None:
 
 
 def _replica_exists(program: Program, rank: int, op: Op) -> str | None:
-    if op.replica in program.replicas:
-        return None
-    if program.routing is None:
-        return f"names replica {op.replica} in a program of one pipeline"
-    return f"replica {op.replica} does not exist: expected 0..{program.routing.replicas - 1}"
+    if not 0 <= op.replica < program.replicas:
+        return f"replica {op.replica} does not exist: expected 0..{program.replicas - 1}"
+    return None
 
 
 def _microbatch_exists(program: Program, rank: int, op: Op) -> str | None:
@@ -143,18 +146,15 @@ def _microbatch_exists(program: Program, rank: int, op: Op) -> str | None:
 
 
 def _stage_is_on_this_rank(program: Program, rank: int, op: Op) -> str | None:
-    routing = program.routing
-    if routing is None:
-        if op.kind.is_update:
-            return "updates the parameters of several replicas, but this is a program of one pipeline"
-        if program.placement[op.stage] != rank:
-            return f"the placement puts stage {op.stage} on rank {program.placement[op.stage]}"
-    elif op.kind.is_update:
-        if op.stage not in routing.stages_of(rank):
-            return f"worker {rank} does not have stage {op.stage}"
-    elif (holder := program.holder(op.replica, op.stage, op.microbatch)) != rank:
-        return f"the route of microbatch {op.microbatch} of replica {op.replica} passes stage {op.stage} on worker {holder}"
-    return None
+    if op.kind.is_update:
+        has_stage = op.stage in program.routing.stages_of(rank)
+        return None if has_stage else f"{program.rank_word} {rank} does not have stage {op.stage}"
+    holder = program.holder(op.replica, op.stage, op.microbatch)
+    if holder == rank:
+        return None
+    if program.is_one_pipeline:
+        return f"the placement puts stage {op.stage} on rank {holder}"
+    return f"the route of microbatch {op.microbatch} of replica {op.replica} passes stage {op.stage} on worker {holder}"
 
 
 def _lane_belongs_to_a_message(program: Program, rank: int, op: Op) -> str | None:
@@ -192,43 +192,41 @@ def _places(program: Program) -> Mapping[Op, Position]:
             place = Position(rank, number, word)
             first = places.setdefault(op, place)
             if first is not place:
-                raise InvalidProgramError(f"{program.name}: {op} stands twice: {first} and {place}", rank=rank, number=number)
+                text = f"{program.name}: {program.text_of(op)} stands twice: {first} and {place}"
+                raise InvalidProgramError(text, rank=rank, number=number)
     return places
 
 
 def _every_microbatch_is_complete(facts: Facts) -> None:
-    found: defaultdict[tuple[int | None, int, int], set[Kind]] = defaultdict(set)
+    found: defaultdict[tuple[int, int, int], set[Kind]] = defaultdict(set)
     for op in facts.places:
         if op.kind.is_compute:
             found[op.replica, op.stage, op.microbatch].add(op.kind)
     allowed = _FORWARD_ONLY if facts.forward_only else _TRAINING
     program = facts.program
-    for replica, stage, microbatch in product(program.replicas, range(program.stages), range(program.microbatches)):
+    for replica, stage, microbatch in product(*map(range, (program.replicas, program.stages, program.microbatches))):
         kinds = found[replica, stage, microbatch]
         if kinds not in allowed:
             has, *expected = [
-                " ".join(str(Op(stage, kind, microbatch, None, replica)) for kind in Kind if kind in some)
+                " ".join(program.text_of(Op(stage, kind, microbatch, None, replica)) for kind in Kind if kind in some)
                 for some in (kinds, *allowed)
             ]
-            where = (
-                f"stage {stage}, microbatch {microbatch}"
-                if replica is None
-                else f"replica {replica}, stage {stage}, microbatch {microbatch}"
-            )
+            of_replica = "" if program.is_one_pipeline else f"replica {replica}, "
+            where = f"{of_replica}stage {stage}, microbatch {microbatch}"
             rank = program.holder(replica, stage, microbatch)
             text = f"{where}: {program.rank_word} {rank} has {has or 'nothing'}: expected {' or '.join(expected)}"
             raise facts.error(text, rank)
 
 
 def _stages_keep_microbatch_order(facts: Facts) -> None:
-    latest: dict[tuple[int, int | None, int, str], Op] = {}
+    latest: dict[tuple[int, int, int, str], Op] = {}
     for op, place in facts.places.items():
         for what in _IN_ORDER.get(op.kind, ()):
             key = place.rank, op.replica, op.stage, what
             before = latest.get(key)
             if before is not None and before.microbatch > op.microbatch:
                 raise facts.error(
-                    f"{op}, {place}, stands behind {before}, {facts.places[before]}: expected the {what} of a stage in "
+                    f"{facts.text_of(op)}, stands behind {facts.text_of(before)}: expected the {what} of a stage in "
                     f"microbatch order, which makes results independent of the plan",
                     place,
                 )
@@ -245,13 +243,14 @@ def _every_message_has_two_ends(facts: Facts) -> None:
                     rank = facts.program.holder(end.replica, end.stage, end.microbatch)
                     there = facts.places.get(other, "missing too")
                     where = f"{facts.program.rank_word} {rank}"
-                    text = f"{end} is missing on {where}: {producer} has a message to send; {other} is {there}"
+                    missing, source, sent = map(facts.program.text_of, (end, producer, other))
+                    text = f"{missing} is missing on {where}: {source} has a message to send; {sent} is {there}"
                     raise facts.error(text, rank)
     for op, place in facts.places.items():
         if facts.forward_only and op.kind.is_message and op.kind not in (Kind.SEND_F, Kind.RECV_F):
-            raise facts.error(f"{op}, {place}: expected no backward message, as no op computes a gradient", place)
+            raise facts.error(f"{facts.text_of(op)}: expected no backward message, as no op computes a gradient", place)
         if not facts.hands_over and op.kind in (Kind.SEND_W, Kind.RECV_W):
-            text = f"{op}, {place}: expected no accumulator to be handed over, as each worker adds up its own"
+            text = f"{facts.text_of(op)}: expected no accumulator to be handed over, as each worker adds up its own"
             raise facts.error(text, place)
 
 
@@ -270,7 +269,7 @@ def _sends_of(facts: Facts, producer: Op) -> Iterator[Op]:
 
 def _updates_stand_behind_gradients(facts: Facts) -> None:
     routing = facts.program.routing
-    if routing is None or not any(op.kind.is_update for op in facts.places):
+    if not any(op.kind.is_update for op in facts.places):
         return
     last: dict[tuple[int, int], Position] = {}
     for op, place in facts.places.items():
@@ -283,11 +282,12 @@ def _updates_stand_behind_gradients(facts: Facts) -> None:
                 update = Op(stage, kind, 0, None, routing.replica_of(worker))
                 place = facts.places.get(update)
                 if place is None:
-                    text = f"worker {worker} has no {update}: expected one REDUCE and one STEP per worker and stage"
+                    word = facts.program.rank_word
+                    text = f"{word} {worker} has no {update}: expected one REDUCE and one STEP per {word} and stage"
                     raise facts.error(text, worker)
                 if before is not None and place < before:
-                    there = facts.program.orders[before.rank][before.number]
-                    raise facts.error(f"{update}, {place}, stands before {there}, {before}: expected it behind", place)
+                    there = facts.text_of(facts.program.orders[before.rank][before.number])
+                    raise facts.error(f"{facts.text_of(update)}, stands before {there}: expected it behind", place)
                 before = place
 
 
@@ -297,8 +297,8 @@ def _lanes_agree(facts: Facts) -> None:
             there = facts.places[other_end(receive)]
             send = facts.program.orders[there.rank][there.number]
             if send.lane != receive.lane:
-                text = f"{send}, {there}, but {receive}, {place}: expected both ends of a message on one lane"
-                raise facts.error(text, place)
+                ends = f"{facts.program.text_of(send)}, {there}, but {facts.program.text_of(receive)}, {place}"
+                raise facts.error(f"{ends}: expected both ends of a message on one lane", place)
 
 
 def _channels_keep_their_order(facts: Facts) -> None:
@@ -317,8 +317,8 @@ def _channels_keep_their_order(facts: Facts) -> None:
             expected = other_end(receive)
             if send != expected:
                 raise facts.error(
-                    f"channel {channel[0]}→{channel[1]} {channel[2]}, message {number}: sent is {send}, {facts.places[send]}, "
-                    f"but received is {receive}, {facts.places[receive]}, which {expected}, {facts.places[expected]}, sends: "
+                    f"channel {channel[0]}→{channel[1]} {channel[2]}, message {number}: sent is {facts.text_of(send)}, "
+                    f"but received is {facts.text_of(receive)}, which {facts.text_of(expected)}, sends: "
                     f"expected messages to be received in the order in which they are sent",
                     facts.places[receive],
                 )
@@ -349,9 +349,9 @@ def _no_deadlock(facts: Facts) -> None:
         for rank, (number, missing) in run.stuck.items():
             there = facts.places[missing]
             behind = ", behind it" if there.rank == rank else ""
-            lines.append(
-                f"  {word} {rank}: {facts.program.orders[rank][number]}, op {number}, waits for {missing}, {there}{behind}"
-            )
+            waiting = facts.program.text_of(facts.program.orders[rank][number])
+            awaited = facts.program.text_of(missing)
+            lines.append(f"  {word} {rank}: {waiting}, op {number}, waits for {awaited}, {there}{behind}")
         rank, (number, _) = next(iter(run.stuck.items()))
         raise facts.error("\n".join([*lines, *(f"  {line}" for line in run.grid())]), Position(rank, number, word))
 

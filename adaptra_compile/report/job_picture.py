@@ -151,7 +151,7 @@ def _row(axes: Axes, panel: _JobPanel, row: int, points_per_time: float, size: f
         op, length = interval.op, interval.end - interval.start
         if length <= 0:
             continue
-        home = here.replica if op.replica is None else op.replica
+        home = op.replica
         ink = "white" if op.kind in (Kind.F, Kind.B, Kind.STEP) else "black"
         text = op.kind.value if op.kind.is_update else str(op.microbatch)
         edge = "white" if home == here.replica else FOREIGN_EDGE
@@ -197,14 +197,14 @@ def _legend(panels: Sequence[_JobPanel]) -> list[Patch]:
     rows = [(panel, row) for panel in panels for row in range(len(panel.lanes))]
     seen = {interval.op for panel, row in rows for interval in panel.intervals(row) if interval.end > interval.start}
     rowed = [(panel.shown.rows[row].replica, interval.op) for panel, row in rows for interval in panel.intervals(row)]
-    return legend_of_homes(seen, any(op.replica not in (None, replica) and not op.kind.is_update for replica, op in rowed))
+    return legend_of_homes(seen, any(op.replica != replica and not op.kind.is_update for replica, op in rowed))
 
 
 def legend_of_homes(seen: Collection[Op], has_foreign: bool) -> list[Patch]:
     """Return the entries for ops that are in a picture: their replicas and kinds, and the line around those of others."""
     from matplotlib.patches import Patch
 
-    homes = sorted({op.replica for op in seen if op.replica is not None and not op.kind.is_update})
+    homes = sorted({op.replica for op in seen if not op.kind.is_update})
     handles = [Patch(facecolor=colour_of(home, Kind.F), label=f"replica {home}") for home in homes[:_MOST_HOMES]]
     kinds = {op.kind for op in seen}
     handles += [

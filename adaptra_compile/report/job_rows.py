@@ -66,7 +66,6 @@ def job_rows(simulated: PeriodicSimulation, most: int = MOST_ROWS) -> JobRows:
     that differ take more than ``most`` rows, those with lost or slow workers come first.
     """
     case, routing = simulated.case, simulated.program.routing
-    assert routing is not None
     groups: list[tuple[int, ...]] = [(replica,) for replica in range(case.replicas)]
     if case.workers > most:
         hurt = {case.replica_of(worker) for worker in (*case.lost, *case.slow)}

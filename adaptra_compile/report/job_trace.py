@@ -12,7 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from adaptra.program import Kind
+from adaptra.program import Kind, Program
 from adaptra.report.files import check_suffix, write_whole
 from adaptra.report.job_picture import STEPS_SHOWN
 from adaptra.report.job_rows import WorkerRow, job_rows
@@ -41,9 +41,9 @@ def job_trace(simulated: PeriodicSimulation) -> dict[str, Any]:
     for row in shown.rows:
         for step, intervals in enumerate(row.steps[:STEPS_SHOWN]):
             for interval in intervals:
-                events.append(_slice(row, step, interval))
+                events.append(_slice(simulated.program, row, step, interval))
                 op = interval.op
-                if op.replica is not None and op.kind.is_compute:
+                if op.kind.is_compute:
                     found[step, op.replica, op.stage, op.kind, op.microbatch] = row, interval
     events += _arrows(found)
     other = {
@@ -66,11 +66,11 @@ def write_job_trace(simulated: PeriodicSimulation, path: str | Path) -> None:
     write_whole(path, json.dumps(job_trace(simulated), allow_nan=False) + "\n")
 
 
-def _slice(row: WorkerRow, step: int, interval: OpInterval) -> dict[str, Any]:
+def _slice(program: Program, row: WorkerRow, step: int, interval: OpInterval) -> dict[str, Any]:
     op, start, end = interval.op, interval.start, interval.end
-    home = row.replica if op.replica is None else op.replica
-    name = str(op) if op.kind.is_update else op_name(op, home if home != row.replica else None)
-    arguments = {"op": str(op), "step": step, "home": home, "start": start, "end": end}
+    text, home = program.text_of(op), op.replica
+    name = text if op.kind.is_update else op_name(op, home if home != row.replica else None)
+    arguments = {"op": text, "step": step, "home": home, "start": start, "end": end}
     return slice_of(row.replica + 1, row.worker + 1, name, op.kind.value, start * _SCALE, (end - start) * _SCALE, arguments)
 
 

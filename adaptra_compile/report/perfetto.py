@@ -110,13 +110,13 @@ def _events(
     yield named(process, 0, "process", title)
     for rank in range(len(timeline.ops)):
         yield named(process, rank + 1, "thread", _rank_name(program, rank))
-    middle: dict[tuple[int | None, int, Kind, int], tuple[int, float]] = {}
+    middle: dict[tuple[int, int, Kind, int], tuple[int, float]] = {}
     for interval in timeline:
         op, thread = interval.op, interval.rank + 1
         start, length = (interval.start - zero) * scale, (interval.end - interval.start) * scale
         times = {"start": interval.start, "end": interval.end}
         away = op.replica if is_foreign(program, interval) else None
-        yield slice_of(process, thread, op_name(op, away), op.kind.value, start, length, {"op": str(op)} | times)
+        yield slice_of(process, thread, op_name(op, away), op.kind.value, start, length, {"op": program.text_of(op)} | times)
         middle[op.replica, op.stage, op.kind, op.microbatch] = thread, start + length / 2
     for reduce in timeline.reduces:
         times = {"start": reduce.start, "end": reduce.end}
@@ -131,7 +131,7 @@ def _events(
         yield named(process, thread, "thread", label)
     # In the timeline's own order, which the reader keeps for messages posted at one time.
     for (thread, _), message in zip(threads, timeline.messages, strict=True):
-        name = str(Op(message.source, message.kind, message.microbatch, None, message.replica))
+        name = program.text_of(Op(message.source, message.kind, message.microbatch, None, message.replica))
         start, length = (message.posted - zero) * scale, (message.arrived - message.posted) * scale
         times = {"posted": message.posted, "departed": message.departed, "arrived": message.arrived}
         arguments = {"message": name, "destination": message.destination} | times
@@ -142,7 +142,7 @@ def _events(
 def _flow(
     process: int,
     message: MessageInterval,
-    middle: Mapping[tuple[int | None, int, Kind, int], tuple[int, float]],
+    middle: Mapping[tuple[int, int, Kind, int], tuple[int, float]],
     way: tuple[int, float],
     ids: Iterator[int],
 ) -> Iterator[dict[str, Any]]:
@@ -173,7 +173,7 @@ def op_name(op: Op, home: int | None) -> str:
 
 def _rank_name(program: Program, rank: int) -> str:
     replica, stages = place_of(program, rank)
-    if program.routing is None:
+    if program.is_one_pipeline:
         return f"rank {rank} (stage {', '.join(map(str, stages))})"
     return f"worker {rank} ({worker_name(replica, stages)})"
 
@@ -187,7 +187,7 @@ def _message_threads(timeline: Timeline, slow: frozenset[tuple[int, int]]) -> It
     by_edge: defaultdict[tuple[tuple[int, int], ...], list[MessageInterval]] = defaultdict(list)
     for message in messages:
         edge = message.source, message.destination
-        by_edge[(edge,) if program.routing is None else (edge, timeline.ends_of(message))].append(message)
+        by_edge[(edge,) if program.is_one_pipeline else (edge, timeline.ends_of(message))].append(message)
     found: dict[MessageInterval, tuple[int, str]] = {}
     threads = count(_FIRST_EDGE_THREAD)
     links = slow_links_of(timeline)
@@ -298,11 +298,8 @@ def _read_slices(program: Program, source: Source, unit: float | None, events: I
 
 
 def _is_of(program: Program, op: Op) -> bool:
-    """Return whether a program has this op's stage and, with several replicas, its replica and microbatch."""
-    if program.routing is None:
-        return op.replica is None and op.stage < program.stages
-    is_there = op.stage < program.stages and op.microbatch < program.microbatches
-    return op.replica is not None and op.replica < program.routing.replicas and is_there
+    """Return whether a program has this op's replica, stage and microbatch."""
+    return op.replica < program.replicas and op.stage < program.stages and op.microbatch < program.microbatches
 
 
 def _times(token: str, arguments: Mapping[str, Any], what: str) -> tuple[float, ...]:

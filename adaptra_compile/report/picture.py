@@ -169,7 +169,7 @@ def check_alike(timelines: Sequence[tuple[str, Timeline]]) -> None:
     units = [timeline.seconds_per_unit for _, timeline in timelines]
     if None in units and any(unit is not None for unit in units):
         raise ReportError("timelines in seconds beside timelines in a case's own unit: expected all to be of one sort")
-    if len({timeline.program.routing is None for _, timeline in timelines}) > 1:
+    if len({timeline.program.is_one_pipeline for _, timeline in timelines}) > 1:
         raise ReportError("timelines of several replicas beside those of one pipeline: expected all to be of one sort")
 
 

@@ -160,7 +160,7 @@ def _row(axes: Axes, panel: _StepPanel, worker: int, lane: float, points_per_tim
         op, length = interval.op, (interval.end - interval.start) * panel.scale
         away = is_foreign(program, interval)
         ink = "white" if op.kind in (Kind.F, Kind.B) else "black"
-        face, edge = colour_of(op.replica or 0, op.kind), FOREIGN_EDGE if away else "white"
+        face, edge = colour_of(op.replica, op.kind), FOREIGN_EDGE if away else "white"
         (foreign if away else own).append(Box(panel.time(interval.start), length, face, ink, str(op.microbatch), edge))
     for boxes in filter(None, (own, foreign)):
         draw_boxes(axes, lane, boxes, points_per_time, size)
@@ -175,7 +175,7 @@ def _messages(axes: Axes, panel: _StepPanel) -> None:
     axes.add_collection(LineCollection(lines, colors=MESSAGE, linewidths=2.0, linestyles=_DASHES, zorder=2.2), autolim=False)
     for crosses, width, alpha in ((False, 0.7, 0.7), (True, 1.3, 0.95)):
         mine = [one for one in shown if _crosses(panel.timeline, one) is crosses]
-        colours = [colour_of(one.replica or 0, Kind.F) if crosses else _MESSAGE for one in mine]
+        colours = [colour_of(one.replica, Kind.F) if crosses else _MESSAGE for one in mine]
         lines = [panel.line(one) for one in mine]
         axes.add_collection(LineCollection(lines, colors=colours, linewidths=width, alpha=alpha, zorder=2), autolim=False)
 
@@ -183,7 +183,6 @@ def _messages(axes: Axes, panel: _StepPanel) -> None:
 def _crosses(timeline: Timeline, message: MessageInterval) -> bool:
     """Return whether a message leaves its home: another replica's worker sends or receives it."""
     routing = timeline.program.routing
-    assert routing is not None, "a job has routes"
     return any(routing.replica_of(end) != message.replica for end in timeline.ends_of(message))
 
 

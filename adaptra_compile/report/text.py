@@ -39,7 +39,7 @@ def render(timeline: Timeline, width: int = 120) -> str:
     """
     check_width(width)
     labels = [
-        f"rank {rank} " if timeline.program.routing is None else f"{worker_name(*place_of(timeline.program, rank))} "
+        f"rank {rank} " if timeline.program.is_one_pipeline else f"{worker_name(*place_of(timeline.program, rank))} "
         for rank in range(len(timeline.ops))
     ]
     margin = max(map(len, labels), default=0)

@@ -57,7 +57,7 @@ class PeriodicSimulation:
     def over_memory(self) -> tuple[int, ...]:
         """The workers that hold more microbatches than the case allows."""
         routing, memory = self.program.routing, self.case.memory
-        if routing is None or memory is None:
+        if memory is None:
             return ()
         placement = self.case.placement
         return tuple(worker for worker in routing.live if self.held[worker] > memory[placement[routing.stages_of(worker)[0]]])
@@ -140,17 +140,14 @@ def alike_case(program: Program, cost: CostModel, *, hands_over: bool = True, ch
 
     A limit of memory is that of :meth:`JobCase.of`. ``changing`` are the stages whose forwards change buffers.
     """
-    routing = program.routing
-    if routing is None:
-        raise ScheduleError(f"{program.name}: a program of one pipeline: expected replicas and routes, version 2")
-    case = JobCase.of(Case(cost, program.microbatches, routing.placement), routing.replicas)
+    case = JobCase.of(Case(cost, program.microbatches, program.placement), program.replicas)
     return replace(case, hands_over=hands_over, changing=frozenset(changing))
 
 
 def with_updates(program: Program) -> Program:
-    """Return the program of several replicas with all REDUCE, then all STEP at each worker's end, if it has none."""
+    """Return the program with all REDUCE, then all STEP at each worker's end, if it has none."""
     routing = program.routing
-    if routing is None or any(op.kind.is_update for order in program.orders for op in order):
+    if any(op.kind.is_update for order in program.orders for op in order):
         return program
     orders = list(program.orders)
     for worker in routing.live:
@@ -159,7 +156,7 @@ def with_updates(program: Program) -> Program:
             Op(stage, kind, 0, None, replica) for kind in (Kind.REDUCE, Kind.STEP) for stage in routing.stages_of(worker)
         ]
         orders[worker] = (*orders[worker], *updates)
-    return Program(program.name, (), program.microbatches, tuple(orders), routing)
+    return replace(program, orders=tuple(orders))
 
 
 def job_of(case: JobCase, routing: Routing) -> _C.Job:
@@ -194,7 +191,7 @@ def packed(order: Iterable[Op]) -> bytes:
     """Return ops as the C++ code takes them: four int32 each, the replica, the stage, the kind's code and the microbatch."""
     numbers = array("i")
     for op in order:
-        numbers.extend((op.replica or 0, op.stage, _CODE[op.kind], op.microbatch))
+        numbers.extend((op.replica, op.stage, _CODE[op.kind], op.microbatch))
     return numbers.tobytes()
 
 
@@ -210,12 +207,9 @@ def check_fit(program: Program, case: JobCase) -> Routing:
     """Check that a program is of a case's size, and return its routing.
 
     Raises:
-        ScheduleError: The program has no routing.
         CaseError: The program and the case have different replicas, stages or microbatches, or a lost worker has ops.
     """
     routing = program.routing
-    if routing is None:
-        raise ScheduleError(f"{program.name}: a program of one pipeline: expected replicas and routes, version 2")
     given = routing.replicas, program.stages, program.microbatches
     expected = case.replicas, case.stages, case.microbatches
     if given != expected:

@@ -35,7 +35,7 @@ class MessageInterval:
 
     ``kind`` is SEND_F or SEND_B and ``source`` the stage that sends. The queueing time of a measured message is not known. Its
     ``departed`` is the time of sending, or that of the posted receive if sends wait for receivers. ``replica`` is that of the
-    microbatch, None in a program of one pipeline.
+    microbatch.
     """
 
     kind: Kind
@@ -45,7 +45,7 @@ class MessageInterval:
     posted: float
     departed: float
     arrived: float
-    replica: int | None = None
+    replica: int = 0
 
 
 @dataclass(frozen=True, slots=True)

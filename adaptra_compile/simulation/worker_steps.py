@@ -64,24 +64,20 @@ def worker_name(replica: int, stages: Iterable[int]) -> str:
 
 def place_of(program: Program, rank: int) -> tuple[int, tuple[int, ...]]:
     """Return the replica and the stages of a program's rank. In a program of one pipeline the replica is 0."""
-    if program.routing is None:
-        return 0, tuple(stage for stage, holder in enumerate(program.placement) if holder == rank)
     return program.routing.replica_of(rank), program.routing.stages_of(rank)
 
 
 def is_foreign(program: Program, interval: OpInterval) -> bool:
     """Return whether an op computes a microbatch of another replica than its worker's."""
-    return program.routing is not None and interval.op.replica != program.routing.replica_of(interval.rank)
+    return interval.op.replica != program.routing.replica_of(interval.rank)
 
 
 def worker_steps(timeline: Timeline) -> tuple[WorkerStep, ...]:
     """Return an entry for each rank of a timeline: for each worker of several replicas. Lost workers have none."""
-    routing = timeline.program.routing
-    ranks = range(timeline.program.ranks) if routing is None else routing.live
     incoming: defaultdict[int, list[MessageInterval]] = defaultdict(list)
     for message in timeline.messages:
         incoming[timeline.ends_of(message)[1]].append(message)
-    return tuple(_worker_step(timeline, rank, incoming[rank]) for rank in ranks)
+    return tuple(_worker_step(timeline, rank, incoming[rank]) for rank in timeline.program.routing.live)
 
 
 def worker_step(timeline: Timeline, rank: int) -> WorkerStep:
@@ -131,12 +127,11 @@ def usual_step(steps: Sequence[WorkerStep]) -> WorkerStep:
 def _worker_step(timeline: Timeline, rank: int, incoming: Iterable[MessageInterval]) -> WorkerStep:
     program, order = timeline.program, timeline.ops[rank]
     replica, stages = place_of(program, rank)
-    computed = {(one.op.replica or 0, one.op.microbatch) for one in order}
+    computed = {(one.op.replica, one.op.microbatch) for one in order}
     taken = Counter(home for home, _ in computed if home != replica)
     given: Counter[int] = Counter()
-    if program.routing is not None:
-        for microbatch in range(program.microbatches):
-            given.update({program.holder(replica, stage, microbatch) for stage in stages} - {rank})
+    for microbatch in range(program.microbatches):
+        given.update({program.holder(replica, stage, microbatch) for stage in stages} - {rank})
     reduce = next((one for one in timeline.reduces if one.rank == rank), None)
     return WorkerStep(
         rank,
@@ -162,7 +157,7 @@ def _per_microbatch(order: Iterable[OpInterval]) -> float | None:
 
 def _waits(timeline: Timeline, order: Iterable[OpInterval], incoming: Iterable[MessageInterval]) -> Waits:
     """Return the time between ops in which the message of the later one had not arrived, by the worker that sent it."""
-    arriving: Mapping[tuple[Kind, int, int | None, int], MessageInterval] = {
+    arriving: Mapping[tuple[Kind, int, int, int], MessageInterval] = {
         (one.kind, one.destination, one.replica, one.microbatch): one for one in incoming
     }
     found: defaultdict[int, float] = defaultdict(float)

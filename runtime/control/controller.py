@@ -203,7 +203,7 @@ class Controller:
             self._running = plan
             seconds = plan.predicted, plan.predicted_before
             self._emit_now(EventKind.SWITCHED, plan.reason, *seconds)
-            if plan.remedy in _ROUTED and plan.program.routing is not None:
+            if plan.remedy in _ROUTED and not plan.program.is_one_pipeline:
                 self._emit_now(_ROUTED[plan.remedy], "; ".join(moves(plan.program.routing)), *seconds)
         return plan
 

@@ -68,7 +68,7 @@ class EventRecorder:
     def compute_memory(self, plan: Plan) -> None:
         """Compute the activation memory of a plan before an event needs it. Results of the last few plans are remembered."""
         if self._activation_bytes is not None and plan.version not in self._memory:
-            simulated = simulate if plan.program.routing is None else simulate_alike
+            simulated = simulate if plan.program.is_one_pipeline else simulate_alike
             in_flight = simulated(plan.program, plan.case.cost).peak_in_flight
             self._memory[plan.version] = in_flight, self._activation_bytes(plan.program)
             for version in sorted(self._memory)[:-_KEPT_PLANS]:

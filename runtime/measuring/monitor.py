@@ -424,21 +424,22 @@ def _interval(rank: int, reduce: ReduceRecord, zero: float) -> ReduceInterval:
 
 
 def merge_timelines(
-    program: Program, records: Iterable[StepRecords], worker_of: Callable[[int], int] | None = None
+    program: Program, records: Iterable[StepRecords], worker_of: Callable[[int], int] | None = None, *, joined: bool = False
 ) -> Timeline:
     """Merge the records of a step into one measured timeline, in seconds since the start of the first rank.
 
     Args:
-        program: The program that ran. In one of several replicas, ops and messages without a replica are of their rank's.
+        program: The program that ran.
         records: The step's records, one per rank. Ranks without records have no ops.
         worker_of: Returns the worker of a rank of the pipeline. Workers are the rows of a program of several replicas.
+        joined: Whether each replica ran a program of one pipeline of its own, which the program joins.
 
     Raises:
         ValueError: The records are of several steps, or name a rank twice or one that the program does not have.
     """
     by_rank: dict[int, StepRecords] = {}
     for one in records:
-        if worker_of is not None and program.routing is not None:
+        if worker_of is not None and not program.is_one_pipeline:
             one = replace(one, rank=worker_of(one.rank))
         if one.rank in by_rank or not one.rank < program.ranks:
             raise ValueError(f"records of rank {one.rank}: expected each of the ranks 0..{program.ranks - 1} at most once")
@@ -447,10 +448,10 @@ def merge_timelines(
     if len(steps) != 1:
         raise ValueError(f"records of the steps {steps}: expected those of one step")
     zero = min(one.start for one in by_rank.values())
-    homes = {rank: None if program.routing is None else program.routing.replica_of(rank) for rank in by_rank}
+    homes = {rank: program.routing.replica_of(rank) for rank in by_rank}
     ops = tuple(
         tuple(
-            OpInterval(rank, op if op.replica is not None else replace(op, replica=homes[rank]), start - zero, end - zero)
+            OpInterval(rank, replace(op, replica=homes[rank]) if joined else op, start - zero, end - zero)
             for op, start, end in by_rank[rank].ops
         )
         if rank in by_rank

@@ -50,8 +50,6 @@ class SharedOutputs:
             kept: The outputs that this rank has kept, by the replica that has asked. Those of its own replica are completed.
         """
         routing = program.routing
-        if routing is None:
-            return
         # All workers go through the same list, so two that wait for each other never both send.
         for holder, home, replica in sorted({(one.holder, one.home, one.replica) for one in routing.away(program.stages - 1)}):
             if replica not in kept:

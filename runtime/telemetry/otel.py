@@ -117,15 +117,22 @@ class SpanSink:
             def child(name: str, attributes: Mapping[str, Any], start: float, end: float) -> None:
                 self._tracer.start_span(name, within, attributes=attributes, start_time=at(start)).end(at(end))
 
+            # A worker that computes for no other replica computes for that of the span above.
+            is_shared = work is not None and bool(work.taken)
             for op, start, end in records.ops:
                 of = {"adaptra.op": str(op), "adaptra.stage": op.stage, "adaptra.microbatch": op.microbatch}
-                child(f"{op.stage}{op.kind.value}", of | _replica(op.replica), start, end)
+                child(f"{op.stage}{op.kind.value}", of | ({"adaptra.replica": op.replica} if is_shared else {}), start, end)
             for one in records.messages:
                 edge = f"{one.source}>{one.destination}"
                 of = {"adaptra.edge": edge, "adaptra.microbatch": one.microbatch, "adaptra.bytes": one.nbytes}
                 # Clocks of two hosts may disagree by more than a short flight.
                 sent = min(one.sent_at, one.arrived_at)
-                child(f"{one.source}{one.kind.value}", of | _replica(one.replica), sent, one.arrived_at)
+                child(
+                    f"{one.source}{one.kind.value}",
+                    of | ({} if one.replica is None else {"adaptra.replica": one.replica}),
+                    sent,
+                    one.arrived_at,
+                )
             if (reduce := records.reduce) is not None:
                 child("REDUCE", {"adaptra.bytes": reduce.nbytes}, reduce.start, reduce.end)
         span.end(at(records.end))
@@ -178,11 +185,6 @@ class _Ids(IdGenerator):
 
     def generate_span_id(self) -> int:
         return self._random.getrandbits(64) if self.next_root is None else self.next_root.root
-
-
-def _replica(replica: int | None) -> dict[str, Any]:
-    """Return the attribute that tells the replica of a microbatch, where the program names it."""
-    return {} if replica is None else {"adaptra.replica": replica}
 
 
 def _nanoseconds(seconds: float) -> int:

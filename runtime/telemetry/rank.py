@@ -134,7 +134,7 @@ class RankTelemetry:
         worker_of = self._transport.worker_of
         timeline = merge_timelines(plan.program, [records], worker_of)
         worker, first = worker_of(self._rank), worker_of(0)
-        if plan.program.routing is not None:
+        if not plan.program.is_one_pipeline:
             return worker_step(timeline, worker)
         found = worker_step(timeline, self._rank)
         waits = tuple((worker_of(rank), seconds) for rank, seconds in found.waits)

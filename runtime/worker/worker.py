@@ -228,7 +228,7 @@ class Worker:
         step = self._step
         with self._reporting_errors():
             plan = self.controller.plan_for(step)
-            goes_home = plan.program.routing is not None and self._has_any_replica(shape != FIRST)
+            goes_home = not plan.program.is_one_pipeline and self._has_any_replica(shape != FIRST)
             executor = self._programs.switch_to(plan, step, shape, at_home=goes_home)
             of = self._shapes[shape]
             outputs = self._parts.outputs(of.shape) if with_outputs else {}
@@ -261,7 +261,7 @@ class Worker:
         """Return the flat outputs of a step's whole batch, on ranks that get them."""
         if not outputs and not to_all:
             return None
-        is_routed = program is not None and program.routing is not None
+        is_routed = program is not None and not program.is_one_pipeline
         with self._meeting() if to_all or is_routed else self._reporting_errors():
             if program is not None:
                 self._shared_outputs.bring_home(program, step, outputs)
@@ -353,7 +353,7 @@ class Worker:
             self._parts.gradients,
             self._parts.replica,
             self._parts.buffers.wait,
-            lambda part, stage: self._programs.executor(part, {(None, self.rank): stage}),
+            lambda part, stage: self._programs.executor(part, {(0, self.rank): stage}),
             self._options,
         )
         self._programs.reserve(phases.receive_counts)
@@ -424,7 +424,7 @@ class Worker:
             found = gather(
                 job,
                 f"records/{self._gathered}",
-                {"records": own, "program": str(program) if self.rank == 0 and program.routing is None else None},
+                {"records": own, "program": str(program) if self.rank == 0 and program.is_one_pipeline else None},
                 self._options.timeout,
                 self.check,
             )
@@ -434,9 +434,10 @@ class Worker:
         measured = [StepRecords.from_json(one.raw("records")) for one in gathered]
         texts = [one.raw_or_none("program") for one in gathered]
         programs = [Program.parse(text) for text in texts if isinstance(text, str)]
-        if self._replicas is not None and programs:
+        is_joined = len(programs) > 1
+        if is_joined:
             program = join(programs, uneven=True)
-        return merge_timelines(program, measured)
+        return merge_timelines(program, measured, joined=is_joined)
 
     def align_copies(self) -> None:
         """Replace copies of values by the first holder's, and log it if any differed; all ranks call it."""

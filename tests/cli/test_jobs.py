@@ -216,4 +216,6 @@ def test_a_program_of_several_replicas_does_not_fit_one_pipeline(folder: Path, c
     error = refused(capsys, "simulate", "plan.sched", "pipeline.json")
     assert error == "adaptra: plan.sched: adapted has 3 replicas: expected a program of one pipeline\n"
     Path("one.sched").write_text("schedule x placement=0 microbatches=1\n0: 0F0 0B0\n")
-    assert "expected replicas and routes, version 2" in refused(capsys, "simulate", "one.sched", "job.json")
+    assert "x has 1 replicas of 1 stages and 1 microbatches: expected 3, 4 and 6, as job has" in refused(
+        capsys, "simulate", "one.sched", "job.json"
+    )

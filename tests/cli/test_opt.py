@@ -143,7 +143,10 @@ def test_the_case_of_several_replicas_says_who_adds_up_gradients(capsys: pytest.
             "pipeline 'split-backwards': column 1: pass 'split-backwards': expected one of adapt-order,",
         ),
         ("split-backward p.sched --case none.json", "none.json: No such file or directory"),
-        ("split-backward p.sched --case job.json", "1f1b: a program of one pipeline: expected replicas and routes, version 2"),
+        (
+            "split-backward p.sched --case job.json",
+            "1f1b has 1 replicas of 2 stages and 3 microbatches: expected 2, 2 and 1, as job has",
+        ),
         ("split-backward replicas.sched --case case.json", "replicas.sched: healthy has 2 replicas: expected a program of one"),
     ],
 )

@@ -81,7 +81,6 @@ Measured = tuple[Path, dict[str, Timeline]]
 
 def test_every_worker_has_its_own_ops_and_those_of_others(measured: Measured) -> None:
     timeline = measured[1]["shared"]
-    assert timeline.program.routing is not None
     own = [{(op.replica, op.microbatch) for op in (one.op for one in order)} for order in timeline.ops]
     assert own[1] == {(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (1, 2)}
     assert own[4] == {(1, 0), (1, 3)}

@@ -138,7 +138,7 @@ def test_a_program_that_could_change_numbers_is_refused() -> None:
     given = one_f_one_b(2, 3)
     first, *others = given.orders
     swapped = tuple(Op(op.stage, op.kind, {0: 1, 1: 0}.get(op.microbatch, op.microbatch)) for op in first)
-    program = Program("swapped", given.placement, given.microbatches, (swapped, *others))
+    program = Program.of_pipeline("swapped", given.placement, given.microbatches, (swapped, *others))
     with (
         pytest.raises(ScheduleError, match="order"),
         compiled(MIXED, MIXED.rows(6, 0), stages=2, microbatches=3, options=adaptra.Options(schedule=program)),

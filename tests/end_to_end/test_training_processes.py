@@ -353,7 +353,7 @@ def receive_in_another_order(rank: int) -> tuple[tuple[str, list[str]] | None, l
     if rank == 1:
         order = program.orders[1]
         swapped = (order[5], order[0], *order[1:5], *order[6:])
-        program = Program("swapped", program.placement, program.microbatches, (program.orders[0], swapped))
+        program = Program.of_pipeline("swapped", program.placement, program.microbatches, (program.orders[0], swapped))
     stage = Doubling(last=rank == 1)
     executor = executor_of(program, rank, transport, {rank: stage}, timeout=5.0)
     message = None

@@ -241,7 +241,6 @@ def test_no_equation_exceeds_the_planners_bound(seed: int, links: bool, limited:
     if limited:
         simulation = replace(simulation, case=replace(case, memory=tuple(max(simulation.held) for _ in range(case.stages))))
     routing = simulation.program.routing
-    assert routing is not None
     numbers = JobNumbers(simulation, routing)
     lines = [*numbers.of_stages(), *numbers.of_workers(), *numbers.of_messages(), *numbers.of_recut()]
     bound = period_bound(simulation.case, routing)

@@ -101,7 +101,7 @@ def test_the_first_plan_is_the_schedule_asked_for(schedule: str) -> None:
 
 def test_the_first_plan_may_be_a_program_of_ones_own() -> None:
     program = adaptra.generate("gpipe", STAGES, MICROBATCHES)
-    mine = Program("mine", program.placement, program.microbatches, program.orders)
+    mine = Program.of_pipeline("mine", program.placement, program.microbatches, program.orders)
     pipe, _ = train(1, schedule=mine)
     assert pipe.plan.program == mine and "mine, as asked for" in pipe.plan.reason
 

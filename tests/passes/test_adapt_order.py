@@ -194,7 +194,7 @@ def test_the_searchs_own_clock_is_the_simulators(case: Case, data: st.DataObject
     if found is None:
         assert limit is not None
         return
-    program = Program("found", placement, case.microbatches, found[1])
+    program = Program.of_pipeline("found", placement, case.microbatches, found[1])
     assert found[0] == pytest.approx(check(program, cost).makespan, rel=1e-9)
 
 

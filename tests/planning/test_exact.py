@@ -66,7 +66,7 @@ def shortest_of_all_orders(case: Case) -> float:
     found: list[float] = []
     for orders in product(*(tuple(stage_orders(stage, case.microbatches)) for stage in range(case.cost.stages))):
         try:
-            simulated = simulate(Program("any", case.placement, case.microbatches, orders), case.cost)
+            simulated = simulate(Program.of_pipeline("any", case.placement, case.microbatches, orders), case.cost)
         except ScheduleError:
             continue
         if not simulated.over_memory:

@@ -105,7 +105,7 @@ def test_within_every_limit_of_every_case(case: Case) -> None:
 
 def test_forwards_are_put_off_where_that_takes_no_longer() -> None:
     case = Case(CostModel.uniform(4, 1, 1, 1), 8, (0, 1, 2, 3))
-    everything = Program("all", case.placement, 8, plan(case).orders)
+    everything = Program.of_pipeline("all", case.placement, 8, plan(case).orders)
     spared = spare_memory(case, everything, simulate(everything, case.cost).makespan)
     before, after = of(everything, case), of(spared, case)
     assert after.makespan <= before.makespan

@@ -14,7 +14,7 @@ def spelled(token: str, placement: tuple[int, ...], lowered: bool) -> list[str]:
 
 
 def placed(placement: tuple[int, ...]) -> Program:
-    return Program("x", placement, 5, ((),) * (max(placement) + 1))
+    return Program.of_pipeline("x", placement, 5, ((),) * (max(placement) + 1))
 
 
 @pytest.mark.parametrize(

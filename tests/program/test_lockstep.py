@@ -41,5 +41,5 @@ def test_a_stuck_rank_says_how_far_it_came_and_what_it_waits_for() -> None:
 
 
 def test_a_rank_without_ops_has_reached_its_end() -> None:
-    run = run_in_lockstep(Program("x", (0, 1), 1, ((parse_op("0F0"),), ())), lambda op, executed: None)
+    run = run_in_lockstep(Program.of_pipeline("x", (0, 1), 1, ((parse_op("0F0"),), ())), lambda op, executed: None)
     assert list(run.grid()) == ["step    0", "rank 0  0F0  end", "rank 1  .    end"]

@@ -25,7 +25,7 @@ def test_the_text_form_reads_and_prints() -> None:
 @given(programs(), st.sampled_from([None, "delegate", "c10d.2-x_y"]))
 def test_any_program_reads_back_equal_lanes_included(program: Program, lane: str | None) -> None:
     orders = [[Op(op.stage, op.kind, op.microbatch, None if op.kind.is_compute else lane) for op in o] for o in program.orders]
-    program = Program(program.name, program.placement, program.microbatches, tuple(map(tuple, orders)))
+    program = Program.of_pipeline(program.name, program.placement, program.microbatches, tuple(map(tuple, orders)))
     again = Program.parse(str(program))
     assert again == program
     assert str(again) == str(program)
@@ -121,8 +121,8 @@ HEADER = "schedule x placement=0,1 microbatches=1\n"
         ("schedule x stages=1 microbatches=1\n", r"^line 1, column 1: header"),
         ("schedule x placement=0 microbatches=1\n0: 0:0F0\n", r"^line 2, column 4: op '0:0F0': expected STAGE KIND MICROBATCH"),
         (
-            "schedule x placement=0 microbatches=1\n0: 0F0 0STEP\n",
-            r"^line 2, column 8: op '0STEP': expected STAGE KIND MICROBATCH",
+            "schedule x placement=0 microbatches=1\n0: 0F0 0STEP0\n",
+            r"^line 2, column 8: op '0STEP0': expected STAGE KIND MICROBATCH",
         ),
         ("schedule x placement=0 microbatches=0\n0: 0F0\n", r"^line 1, column 1: microbatches=0: expected at least 1$"),
         (HEADER + "0: 0F0\n2: 1F0\n", r"^line 3, column 1: '2:': expected the line of rank 1 to start with '1:'$"),
@@ -145,7 +145,7 @@ def test_a_bad_text_is_refused_by_line_with_the_form_expected(text: str, message
 @pytest.mark.parametrize("name", ["", "a b", "a#b", "a\nb", "é"])
 def test_a_name_that_would_not_read_back_is_refused(name: str) -> None:
     with pytest.raises(ScheduleError, match=r"expected letters, digits and _ \. \+ -$"):
-        Program(name, (0,), 1, ((),))
+        Program.of_pipeline(name, (0,), 1, ((),))
 
 
 def test_what_kind_of_program_it_is() -> None:

@@ -10,6 +10,7 @@ from jobs import random_case, random_job_program, random_routing
 from adaptra.errors import ScheduleError
 from adaptra.program import Kind, Op, Program
 from adaptra.program.routing import Route, Routing
+from adaptra.program.verify import verify
 
 TEXT = """schedule rerouted version=2 stages=2 microbatches=3
 workers 0,1 2,-
@@ -31,7 +32,7 @@ def test_a_program_of_several_replicas_comes_back_from_its_text(seed: int) -> No
 def test_the_text_form_of_version_2() -> None:
     program = Program.parse(TEXT)
     assert str(program) == TEXT
-    assert (program.stages, program.ranks, program.replicas) == (2, 3, (0, 1))
+    assert (program.stages, program.ranks, program.replicas) == (2, 3, 2)
     assert program.orders[2][-1] == Op(0, Kind.STEP, 0, None, 1)
     assert program.routing == Routing(
         ((0, 1), (2, None)),
@@ -45,7 +46,7 @@ def test_the_holder_is_the_worker_on_the_route() -> None:
     assert [program.holder(1, stage, 2) for stage in range(2)] == [2, 1]
     assert program.holder(0, 1, 0) == 1
     one = Program.parse("schedule x placement=1,0 microbatches=1\n0: 1F0\n1: 0F0\n")
-    assert [one.holder(None, stage, 0) for stage in range(2)] == [1, 0]
+    assert [one.holder(0, stage, 0) for stage in range(2)] == [1, 0]
 
 
 @given(st.integers(0, 10_000))
@@ -130,14 +131,33 @@ def test_a_bad_text_of_version_2_is_refused_with_the_form_expected(old: str, new
         Program.parse(TEXT.replace(old, new))
 
 
-def test_a_program_of_several_replicas_has_no_placement() -> None:
-    routing = Routing.healthy(1, 2, 1)
-    with pytest.raises(ScheduleError, match=r"^placement and routing: expected no placement"):
-        Program("x", (0, 1), 1, ((), ()), routing)
-    with pytest.raises(ScheduleError, match=r"^routes of 1 microbatches: expected 2$"):
-        Program("x", (), 2, ((), ()), routing)
+def test_each_worker_has_an_order_of_ops() -> None:
     with pytest.raises(ScheduleError, match=r"^3 op sequences: expected 2, one for each worker 0\.\.1$"):
-        Program("x", (), 1, ((), (), ()), routing)
+        Program("x", Routing.healthy(1, 2, 1), ((), (), ()))
+
+
+def test_one_pipeline_is_a_job_of_one_replica() -> None:
+    routing = Routing.of_pipeline((1, 0, 1), 3)
+    assert routing == Routing.at_home((1, 0, 1), 1, 3)
+    assert routing is Routing.of_pipeline((1, 0, 1), 3), "programs compare and hash it often"
+    assert (routing.placement, routing.live, routing.replicas) == ((1, 0, 1), (0, 1), 1)
+    assert [routing.holder(0, stage, 2) for stage in range(3)] == [1, 0, 1]
+    assert not any(list(routing.away(stage)) for stage in range(3))
+    assert routing.is_one_pipeline and not Routing.healthy(2, 3, 3).is_one_pipeline
+    gap = Routing.of_paths(((0, 2),), [[(0, 2)] * 3])
+    assert gap.stays_at_home and not gap.is_one_pipeline, "worker 1 is no rank of it"
+
+
+def test_a_program_of_one_replica_is_printed_as_one_pipeline() -> None:
+    text = "schedule x placement=0,1 microbatches=1\n0: 0F0 0B0 0REDUCE 0STEP\n1: 1F0 1B0 1REDUCE 1STEP\n"
+    routed = (
+        "schedule x version=2 stages=2 microbatches=1\nworkers 0,1\nroute 0 0 by 0,1\n"
+        "0: 0:0F0 0:0B0 0REDUCE 0STEP\n1: 0:1F0 0:1B0 1REDUCE 1STEP\n"
+    )
+    program = Program.parse(routed)
+    verify(program)
+    assert program == Program.parse(text) and str(program) == text
+    assert [one.replica for order in program.orders for one in order] == [0] * 8
 
 
 def test_only_one_pipeline_is_accepted_where_replicas_have_no_meaning() -> None:

@@ -50,7 +50,7 @@ def test_forward_only_programs_round_trip() -> None:
 
 
 def test_idle_cells_spaces_and_both_line_ends_are_read() -> None:
-    assert from_csv("0F0, 0B0,,\r\n,1F0,1B0\r\n") == Program(
+    assert from_csv("0F0, 0B0,,\r\n,1F0,1B0\r\n") == Program.of_pipeline(
         "csv", (0, 1), 1, ((Op(0, Kind.F, 0), Op(0, Kind.B, 0)), (Op(1, Kind.F, 0), Op(1, Kind.B, 0)))
     )
 
@@ -90,7 +90,7 @@ def test_arguments_that_contradict_the_csv_are_refused() -> None:
 
 
 def test_lanes_are_refused_rather_than_dropped() -> None:
-    program = Program("x", (0,), 1, ((Op(0, Kind.SEND_F, 0, "delegate"),),))
+    program = Program.of_pipeline("x", (0,), 1, ((Op(0, Kind.SEND_F, 0, "delegate"),),))
     with pytest.raises(ScheduleError, match=r"^x: rank 0: 0SEND_F0@delegate: torch's CSV has no lanes"):
         to_csv(program)
 

@@ -106,7 +106,7 @@ def test_a_message_within_a_rank_is_refused() -> None:
 
 def test_a_lane_that_the_text_form_could_not_hold_is_refused() -> None:
     orders = ((Op(0, Kind.F, 0), Op(0, Kind.SEND_F, 0, "Fast")), (Op(1, Kind.RECV_F, 0, "Fast"), Op(1, Kind.F, 0)))
-    assert "lane 'Fast': expected a lower-case letter" in refusal(Program("x", (0, 1), 1, orders))
+    assert "lane 'Fast': expected a lower-case letter" in refusal(Program.of_pipeline("x", (0, 1), 1, orders))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,9 @@ def test_the_grid_of_a_long_program_shows_the_last_steps_only() -> None:
     whole = zb_h2(8, 64)
     kept, rest = whole.orders[3][:60], whole.orders[3][60:]
     gradients_first = sorted(rest, key=lambda op: [Kind.I, Kind.F, Kind.W].index(op.kind))
-    text = refusal(Program("long", whole.placement, 64, (*whole.orders[:3], (*kept, *gradients_first), *whole.orders[4:])))
+    text = refusal(
+        Program.of_pipeline("long", whole.placement, 64, (*whole.orders[:3], (*kept, *gradients_first), *whole.orders[4:]))
+    )
     lines = text.splitlines()
     assert lines[0].startswith("long: deadlock: ")
     grid = lines[next(number for number, line in enumerate(lines) if line.startswith("  step")) :]
@@ -291,7 +293,7 @@ def moved(draw: st.DrawFn, whole: Program) -> Program:
     destination = draw(st.sampled_from([source] * 4 + list(range(len(orders)))))
     op = orders[source].pop(draw(st.integers(0, len(orders[source]) - 1)))
     orders[destination].insert(draw(st.integers(0, len(orders[destination]))), op)
-    return Program("moved", whole.placement, whole.microbatches, tuple(map(tuple, orders)))
+    return Program.of_pipeline("moved", whole.placement, whole.microbatches, tuple(map(tuple, orders)))
 
 
 @settings(max_examples=300)
@@ -324,7 +326,7 @@ def test_a_program_with_one_op_dropped_is_refused_by_name(whole: Program, data: 
     op = whole.orders[rank][number]
     orders = [*whole.orders]
     orders[rank] = (*orders[rank][:number], *orders[rank][number + 1 :])
-    remains = Program("dropped", whole.placement, whole.microbatches, tuple(orders))
+    remains = Program.of_pipeline("dropped", whole.placement, whole.microbatches, tuple(orders))
     assume(not remains.is_forward_only)
     text = refusal(remains)
     if op.kind.is_compute:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -98,11 +99,13 @@ def test_a_broken_rule_names_the_op_and_both_sides(worker: int, old: str, new: s
     assert refusal(changed(worker, old, new)) == message
 
 
-def test_replicas_and_updates_are_refused_in_a_program_of_one_pipeline() -> None:
+def test_other_replicas_are_refused_in_a_program_of_one_pipeline() -> None:
     routed = program(*ORDERS)
-    orders = tuple(tuple(op for op in order if op.replica == 0 and not op.kind.is_update) for order in routed.orders[:2])
-    assert refusal(Program("y", (0, 1), 2, orders)) == (
-        "y: 0:0F0, op 0 of rank 0: names replica 0 in a program of one pipeline"
+    orders = tuple(tuple(op for op in order if op.replica == 0) for order in routed.orders[:2])
+    verify(Program.of_pipeline("y", (0, 1), 2, orders))
+    other = tuple(tuple(replace(op, replica=1) for op in order) for order in orders)
+    assert refusal(Program.of_pipeline("y", (0, 1), 2, other)) == (
+        "y: 1:0F0, op 0 of rank 0: replica 1 does not exist: expected 0..0"
     )
 
 

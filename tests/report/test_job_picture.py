@@ -100,7 +100,7 @@ def test_of_many_replicas_that_are_alike_one_is_drawn(tmp_path: Path) -> None:
     case = replace(even_case(183, 4, 8), lost=frozenset({6}))
     simulated = planned(case)
     shown = job_rows(simulated)
-    apart = {op.replica for order in simulated.program.orders for op in order if op.replica is not None} - set(shown.stands_for)
+    apart = {op.replica for order in simulated.program.orders for op in order} - set(shown.stands_for)
     assert len(shown.rows) <= MOST_ROWS
     assert max(shown.stands_for.values()) == 183 - (len(shown.stands_for) - 1)
     assert (len(apart), shown.hidden) == (max(shown.stands_for.values()) - 1, 0)

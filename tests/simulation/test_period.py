@@ -60,7 +60,7 @@ def test_the_period_is_the_distance_between_the_ends_of_steps(seed: int) -> None
 def test_a_healthy_pipeline_alone_repeats_at_its_first_stage() -> None:
     one = generate("1f1b", 2, 4)
     orders = tuple(tuple(replace(op, replica=0) for op in order) for order in one.orders)
-    program = Program("1f1b", (), 4, orders, Routing.healthy(1, 2, 4))
+    program = Program("1f1b", Routing.healthy(1, 2, 4), orders)
     simulated = simulate_period(program, even_case(1, 2, 4, 3.0))
     # The first stage works 12, waits 1 for its first gradient and 1 for its last, and steps for 3.
     assert simulated.period == 17.0
@@ -78,7 +78,9 @@ def test_a_program_that_does_not_fit_the_case_is_refused() -> None:
         CaseError, match=r"^random: worker 1 of replica 0 has the stages \[1\]: expected the placement \[\[0, 1\]\]"
     ):
         simulate_period(program, replace(case, placement=(0, 0)))
-    with pytest.raises(ScheduleError, match=r"^gpipe: a program of one pipeline: expected replicas and routes, version 2$"):
+    with pytest.raises(
+        CaseError, match=r"^gpipe has 1 replicas of 2 stages and 2 microbatches: expected 2, 2 and 2, as case has$"
+    ):
         simulate_period(generate("gpipe", 2, 2), case)
     with pytest.raises(ScheduleError, match=r"^simulate: random has 2 replicas: expected a program of one pipeline$"):
         simulate(program, case.cost)
@@ -87,9 +89,9 @@ def test_a_program_that_does_not_fit_the_case_is_refused() -> None:
 def test_a_program_that_workers_cannot_execute_is_refused_by_the_verifier() -> None:
     case = even_case(1, 1, 1, 3.0)
     text = "schedule x version=2 stages=1 microbatches=1\nworkers 0\nroute 0 0 by 0\n0: "
-    with pytest.raises(ScheduleError, match=r"^x: deadlock: 1 of 1 workers wait forever"):
+    with pytest.raises(ScheduleError, match=r"^x: deadlock: 1 of 1 ranks wait forever"):
         simulate_period(Program.parse(text + "0:0I0 0:0F0 0:0W0\n"), case)
-    with pytest.raises(ScheduleError, match=r"^x: replica 0, stage 0, microbatch 0: worker 0 has 0:0F0 0:0I0: expected"):
+    with pytest.raises(ScheduleError, match=r"^x: stage 0, microbatch 0: rank 0 has 0F0 0I0: expected"):
         simulate_period(Program.parse(text + "0:0F0 0:0I0\n"), case)
     with pytest.raises(ScheduleError, match=r"^x: no op computes a gradient: expected a training step$"):
         simulate_period(Program.parse(text + "0:0F0\n"), case)

@@ -68,7 +68,11 @@ def measured(
                     estimate = EdgeEstimate(latency + occupancy, occupancy or None, occupancy or 0.01)
                     messages = MICROBATCHES
                     ends = {worker, replica * STAGES + near}
-                    if routing is not None and not any(ends <= set(route.workers) for route in routing.routes):
+                    if (
+                        routing is not None
+                        and len(routing.workers) > 1
+                        and not any(ends <= set(route.workers) for route in routing.routes)
+                    ):
                         messages = 0
                         estimate = EdgeEstimate(latency + occupancy, occupancy, None)
                         estimate = estimate if has_rates else EdgeEstimate(latency, None, None)

@@ -104,7 +104,7 @@ def random_job_program(case: JobCase, seed: int) -> Program:
     chance = random.Random(seed)
     routing = random_routing(case, seed)
     orders: list[list[Op]] = [[] for _ in range(routing.live[-1] + 1)]
-    empty = Program("random", (), case.microbatches, tuple(() for _ in orders), routing)
+    empty = Program("random", routing, tuple(() for _ in orders))
     queues: list[list[Op]] = []
     for replica in range(case.replicas):
         for stage in range(case.stages):

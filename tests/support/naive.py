@@ -96,7 +96,7 @@ def random_program(seed: int, placement: Sequence[int], microbatches: int, *, fo
             kinds = (Kind.B,) if chance.random() < 0.3 else (Kind.I, Kind.W)
             waiting += [Op(stage, kind, microbatch) for kind in kinds]
     orders: list[list[Op]] = [[] for _ in range(max(placement) + 1)]
-    empty = Program("random", tuple(placement), microbatches, tuple(() for _ in orders))
+    empty = Program.of_pipeline("random", tuple(placement), microbatches, tuple(() for _ in orders))
     done: set[Op] = set()
     while waiting:
         ready = [op for op in waiting if all(_met(need, done) for need in needs(op, empty, lowered=False))]
@@ -139,7 +139,7 @@ def greedy(cost: CostModel, microbatches: int, quotas: Sequence[int]) -> Program
             there[Op(stage, Kind.W, op.microbatch)] = end
             if stage > 0:
                 there[Op(stage - 1, Kind.I, op.microbatch)] = end + cost.latency_backward[stage - 1]
-    return Program("greedy", tuple(range(stages)), microbatches, tuple(map(tuple, orders)))
+    return Program.of_pipeline("greedy", tuple(range(stages)), microbatches, tuple(map(tuple, orders)))
 
 
 def _choose(there: dict[Op, float], free: float, order: list[Op], stage: int, quota: int) -> tuple[float, Op] | None:
@@ -171,7 +171,6 @@ def simulate_steps(program: Program, case: JobCase, steps: int) -> _Times:
 def _one_round_of_steps(program: Program, case: JobCase, steps: int, previous: _Times) -> _Times:
     arrived = _arrivals(program, case, previous)
     routing = program.routing
-    assert routing is not None
     before = {op: (order[index - 1] if index else None) for order in program.orders for index, op in enumerate(order)}
     times: _Times = {}
     for worker, order in enumerate(program.orders):

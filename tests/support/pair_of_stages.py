@@ -100,14 +100,14 @@ def executor_of(
     program: Program, rank: int, transport: Transport, stages: dict[int, Doubling], timeout: float = SOON
 ) -> Executor:
     """A rank's executor in one pipeline, with its transport's buffers reserved."""
-    return routed_executor(program, rank, transport, {(None, stage): one for stage, one in stages.items()}, timeout)
+    return routed_executor(program, rank, transport, {(0, stage): one for stage, one in stages.items()}, timeout)
 
 
 def routed_executor(
     program: Program,
     rank: int,
     transport: Transport,
-    stages: dict[tuple[int | None, int], Doubling],
+    stages: dict[tuple[int, int], Doubling],
     timeout: float = SOON,
     shapes: MessageShapes = SHAPES,
     monitor: Monitor | None = None,

@@ -79,7 +79,7 @@ def programs(
             if weights[stage]:
                 turns.append((weight, (stage,)))
         if not turns:
-            return Program("random", placement, microbatches, tuple(map(tuple, orders)))
+            return Program.of_pipeline("random", placement, microbatches, tuple(map(tuple, orders)))
         turn, arguments = draw(st.sampled_from(turns))
         turn(*arguments)
 

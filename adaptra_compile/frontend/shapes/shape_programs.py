@@ -43,7 +43,7 @@ class ShapePrograms:
             PlanError: No program fits the memory that the user gave.
         """
         agreed = plan.program
-        if agreed.routing is None and agreed.microbatches == self.microbatches and self._fits(agreed):
+        if agreed.is_one_pipeline and agreed.microbatches == self.microbatches and self._fits(agreed):
             return agreed
         case = Case(self._scaled(plan.case.cost), self.microbatches, plan.case.placement, "another shape", plan.case.barrier)
         timing = timing_of(barrier=case.barrier)

@@ -118,7 +118,6 @@ def explain_job(program: Program, case: JobCase) -> JobExplanation:
         PlanError: No plan of the healthy job keeps the case's memory limit.
     """
     simulation = simulate_period(program, case)
-    assert program.routing is not None
     healthy = simulation.period
     if not case.is_healthy:
         whole = replace(case, lost=frozenset(), slow={})

@@ -207,7 +207,7 @@ def choose_split(
         The change and the cut points at which stages 1, 2, … then begin; None if no move pays.
     """
     timing = timing_of(barrier=case.barrier)
-    adapted = timing.plan(case, incumbent=program if program.routing is None else None, effort=EFFORT).compute_only()
+    adapted = timing.plan(case, incumbent=program if program.is_one_pipeline else None, effort=EFFORT).compute_only()
     found = find_remedies(case, adapted, spread, rounded, bandwidth=bandwidth, timing=timing)
     if found is None:
         return None

@@ -225,7 +225,6 @@ class _Comparing:
     def _reordered(self) -> None:
         """Plan each replica by the planner of one pipeline, and all together if their period may be shorter still."""
         case = self._case
-        assert self._current.routing is not None
         crossed = crossed_replicas(self._current.routing)
         cases = [pipeline_case(case, replica) for replica in range(case.replicas)]
         running: dict[Case, Program | None] = {}
@@ -261,7 +260,7 @@ class _Comparing:
             return
         blocks = self._shares(in_turns=False)
         found = [one.program.routing for one in self._found if one.kind is JobRemedy.SHARE]
-        bases = dict.fromkeys((self._healthy, *blocks, *(one for one in found if one is not None)))
+        bases = dict.fromkeys((self._healthy, *blocks, *found))
         ways = [around_links(case, base) for base in bases]
         ways += [way for base in (self._healthy, *blocks[:1]) for way in detoured(case, base)]
         counted = {way: hand_overs(way) for way in ways if way is not None and way not in bases}
@@ -307,7 +306,6 @@ class _Comparing:
 
     def _candidate(self, kind: JobRemedy, simulated: PeriodicSimulation) -> RemedyCandidate:
         program, routing = simulated.program, simulated.program.routing
-        assert routing is not None
         cost = self._costs.get(kind, 0.0)
         if program != self._current:
             cost += max(simulated.makespan - simulated.period, 0.0)

@@ -371,7 +371,6 @@ class _Planner:
         except PlanError as error:
             return Response(kind, str(error))
         found = simulate_period(program, real)
-        assert program.routing is not None
         bound = period_bound(real, program.routing).value
         return Response(kind, what, found.period, bound, cost, max(found.held))
 

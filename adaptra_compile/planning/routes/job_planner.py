@@ -82,7 +82,7 @@ def plan_job(
             "microbatches on the workers that compute those of others"
         )
     orders = best.merged.expand([unpacked(order) for order in best.orders], best.routing)
-    return Program("adapted", (), case.microbatches, orders, best.routing)
+    return Program("adapted", best.routing, orders)
 
 
 def _check_room(case: JobCase) -> None:

@@ -44,7 +44,7 @@ def join(programs: Sequence[Program], *, uneven: bool = False) -> Program:
         for replica, program in enumerate(programs)
         for order in program.orders
     )
-    return with_updates(Program(first.name, (), most, orders, routing))
+    return with_updates(Program(first.name, routing, orders))
 
 
 def order_of_replica(program: Program, replica: int) -> Program:
@@ -54,14 +54,14 @@ def order_of_replica(program: Program, replica: int) -> Program:
         ScheduleError: The program has no such replica, or a route crosses it: others compute its microbatches, or it theirs.
     """
     routing = program.routing
-    if routing is None or not 0 <= replica < routing.replicas:
-        raise ScheduleError(f"{program.name}: no replica {replica}: expected a program with this replica and routes, version 2")
+    if not 0 <= replica < routing.replicas:
+        raise ScheduleError(f"{program.name}: no replica {replica}: expected 0..{routing.replicas - 1}")
     if replica in crossed_replicas(routing):
         raise ScheduleError(f"{program.name}: a route crosses replica {replica}: expected one that computes its own alone")
     row = [worker for worker in routing.workers[replica] if worker is not None]
     ranks = sorted(set(row))
-    orders = tuple(tuple(replace(op, replica=None) for op in program.orders[worker] if op.kind.is_compute) for worker in ranks)
-    return Program(program.name, tuple(map(ranks.index, row)), program.microbatches, orders)
+    orders = tuple(tuple(replace(op, replica=0) for op in program.orders[worker] if op.kind.is_compute) for worker in ranks)
+    return Program.of_pipeline(program.name, tuple(map(ranks.index, row)), program.microbatches, orders)
 
 
 def crossed_replicas(routing: Routing) -> frozenset[int]:

@@ -75,7 +75,7 @@ class LargePlan:
 
     def __str__(self) -> str:
         """Return the text form of the program."""
-        return "".join(lines_of(_NAME, self.routing, self.case.microbatches, self.order_of))
+        return "".join(lines_of(_NAME, self.routing, self.order_of))
 
     def order_of(self, worker: int) -> tuple[Op, ...]:
         """Return the order of a worker, empty if it is lost."""
@@ -89,7 +89,7 @@ class LargePlan:
     def program(self) -> Program:
         """Return the program of all workers. A million ops take about half a gigabyte."""
         orders = tuple(map(self.order_of, range(self.routing.live[-1] + 1)))
-        return Program(_NAME, (), self.case.microbatches, orders, self.routing)
+        return Program(_NAME, self.routing, orders)
 
 
 def plan_large(case: JobCase, *, budget: float | None = None) -> LargePlan | None:

@@ -74,10 +74,10 @@ class Preparation:
         given, expected = plan.program, self._running
         if plan.version != version:
             raise ControlError(f"plan {plan.version} proposed as version {version}: expected the plan's own")
-        found = given.placement if given.routing is None else given.routing.workers
-        wanted = expected.placement if given.routing is None else self._workers
+        found = given.placement if given.is_one_pipeline else given.routing.workers
+        wanted = expected.placement if given.is_one_pipeline else self._workers
         if (found, given.microbatches) != (wanted, expected.microbatches):
-            what = "placement" if given.routing is None else "workers"
+            what = "placement" if given.is_one_pipeline else "workers"
             raise ControlError(
                 f"plan {version} has {what} {found} and {given.microbatches} microbatches: "
                 f"expected {wanted} and {expected.microbatches}"

@@ -55,8 +55,7 @@ class JobPlanning(Planning):
     def check(self, program: Program) -> None:
         """Refuse a program that workers of these stages can't execute; raises a PlanError too, see :meth:`Planning.check`."""
         verify(program, changing=self.changing)
-        routing = program.routing
-        for replica, row in enumerate(() if routing is None else routing.workers):
+        for replica, row in enumerate(program.routing.workers):
             for stage in sorted(self.at_home):
                 away = [one for one in range(program.microbatches) if program.holder(replica, stage, one) != row[stage]]
                 if away:
@@ -96,8 +95,7 @@ class JobPlanning(Planning):
 
     def expect(self, program: Program, detection: Detection) -> float:
         """The period of a program under the detected costs of all replicas."""
-        placement = program.placement if program.routing is None else program.routing.placement
-        case = self._case(detection, Case(detection.cost, program.microbatches, placement))
+        case = self._case(detection, Case(detection.cost, program.microbatches, program.placement))
         return simulate_period(self._of_job(program), case).period
 
     def _case(self, detection: Detection, case: Case) -> JobCase:
@@ -118,7 +116,7 @@ class JobPlanning(Planning):
         return replace(case, memory=tuple(map(max, case.memory, by_rank)))
 
     def _of_job(self, program: Program) -> Program:
-        return join([program] * self.replicas) if program.routing is None else program
+        return join([program] * self.replicas) if program.is_one_pipeline else program
 
 
 def _slow_links(case: JobCase, edge: Edge) -> set[tuple[int, int]]:
@@ -130,14 +128,12 @@ def _slow_links(case: JobCase, edge: Edge) -> set[tuple[int, int]]:
 def _takes_slow_links(program: Program, case: JobCase, edge: Edge) -> bool:
     """Return whether a route takes one of these links, or all replicas are alike."""
     slow = _slow_links(case, edge)
-    routes = () if program.routing is None else program.routing.routes
-    return not slow or any((route.workers[edge[0]], route.workers[edge[1]]) in slow for route in routes)
+    return not slow or any((route.workers[edge[0]], route.workers[edge[1]]) in slow for route in program.routing.routes)
 
 
 def _as_one_pipeline(program: Program) -> Program:
     """Return the program of one pipeline if all replicas run the same, each its own microbatches; else the given one."""
-    routing = program.routing
-    if routing is None or crossed_replicas(routing):
+    if crossed_replicas(program.routing):
         return program
-    orders = [order_of_replica(program, replica) for replica in range(routing.replicas)]
+    orders = [order_of_replica(program, replica) for replica in range(program.replicas)]
     return orders[0] if all(one.orders == orders[0].orders for one in orders) else program

@@ -30,7 +30,7 @@ def step_seconds(program: Program, cost: CostModel, *, barrier: bool) -> float:
 
     Behind a barrier that is the makespan of one pipeline, otherwise the period of steps in a row.
     """
-    if program.routing is None:
+    if program.is_one_pipeline:
         return timing_of(barrier=barrier).of(program, cost)
     return simulate_period(program, replace(alike_case(program, cost), barrier=barrier)).period
 

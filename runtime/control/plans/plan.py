@@ -63,8 +63,7 @@ class Plan:
     @property
     def is_routed(self) -> bool:
         """True if a replica's worker computes microbatches of another one."""
-        routing = self.program.routing
-        return routing is not None and bool(crossed_replicas(routing))
+        return bool(crossed_replicas(self.program.routing))
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that :meth:`from_json` reads back to an equal plan."""

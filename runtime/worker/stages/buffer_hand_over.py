@@ -62,7 +62,7 @@ class BufferHandOver:
         """The number of receive buffers needed at a time, per source rank and message."""
         return Counter((one.source, self._specs[one.stage]) for one in self._taken.values())
 
-    def begin_step(self, step: int, stages: Mapping[tuple[int | None, int], Stage]) -> None:
+    def begin_step(self, step: int, stages: Mapping[tuple[int, int], Stage]) -> None:
         """Post the receives of a step, and give away buffers whose first microbatch another worker computes."""
         self._step = step
         self._arriving.clear()
@@ -75,34 +75,34 @@ class BufferHandOver:
         for one in self._starts:
             self._send(one, stages)
 
-    def before_forward(self, op: Op, stages: Mapping[tuple[int | None, int], Stage]) -> None:
+    def before_forward(self, op: Op, stages: Mapping[tuple[int, int], Stage]) -> None:
         """Wait for the buffers that an F needs, if another worker has computed the microbatch before.
 
         Raises:
             TransportError: They could not be exchanged, or not within the timeout.
         """
-        if self._taken and op.replica is not None:
+        if self._taken:
             one = self._taken.get((op.replica, op.stage, op.microbatch))
             if one is not None:
                 self._take(one, stages)
 
-    def after_forward(self, op: Op, stages: Mapping[tuple[int | None, int], Stage]) -> None:
+    def after_forward(self, op: Op, stages: Mapping[tuple[int, int], Stage]) -> None:
         """Send the buffers that an F has changed, if another worker computes the next microbatch or has their home."""
-        if self._given and op.replica is not None:
+        if self._given:
             one = self._given.get((op.replica, op.stage, op.microbatch + 1))
             if one is not None:
                 self._send(one, stages)
 
-    def end_step(self, stages: Mapping[tuple[int | None, int], Stage]) -> None:
+    def end_step(self, stages: Mapping[tuple[int, int], Stage]) -> None:
         """Take home the buffers whose last microbatch another worker has computed; raises as :meth:`before_forward`."""
         for one in self._ends:
             self._take(one, stages)
 
-    def _send(self, one: _HandOver, stages: Mapping[tuple[int | None, int], Stage]) -> None:
+    def _send(self, one: _HandOver, stages: Mapping[tuple[int, int], Stage]) -> None:
         buffers = stages[one.replica, one.stage].hand_over_buffers()
         self._transport.send(one.destination, self._identity(one), buffers)
 
-    def _take(self, one: _HandOver, stages: Mapping[tuple[int | None, int], Stage]) -> None:
+    def _take(self, one: _HandOver, stages: Mapping[tuple[int, int], Stage]) -> None:
         self._post_until(one)
         pending = self._arriving.pop(one)
         stages[one.replica, one.stage].take_over_buffers(pending.wait(self._timeout))
@@ -121,7 +121,7 @@ class BufferHandOver:
 def _hand_overs(program: Program, specs: Sequence[MessageSpec]) -> list[_HandOver]:
     """Return all hand-overs of these stages, those of each source in the order in which it sends them."""
     routing = program.routing
-    if routing is None or not any(specs):
+    if not any(specs):
         return []
     found: list[tuple[int, _HandOver]] = []
     places = {op: number for order in program.orders for number, op in enumerate(order) if op.kind is Kind.F}

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Op, Program
-from adaptra.program.routing import Away
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 from adaptra.runtime.worker.stages.stage import Stage
 
@@ -127,7 +126,7 @@ class ForeignMicrobatches:
         Raises:
             TransportError: It could not be exchanged, or not within the timeout.
         """
-        pending = None if op.replica is None else self._asking.pop(op.replica, None)
+        pending = self._asking.pop(op.replica, None)
         if pending is None:
             return False
         asks = bool(pending.wait(self._timeout)[0].item())
@@ -140,25 +139,21 @@ class ForeignMicrobatches:
         Raises:
             TransportError: They could not be exchanged, or not within the timeout.
         """
-        assert op.replica is not None, "a program of one pipeline has no other replica's microbatches"
         return self._arriving[purpose, (op.replica, op.stage, op.microbatch)].wait(self._timeout)
 
     def keep(self, op: Op, results: tuple[Tensor, ...]) -> None:
         """Keep the results of another replica's microbatch until the end of the step."""
-        assert op.replica is not None, "a program of one pipeline has no other replica's microbatches"
         self._computed[op.replica, op.stage, op.microbatch] = results
 
     def release_after(self, op: Op) -> None:
         """Release the inputs and targets of a microbatch, of which ``op`` was the last one on its stage."""
-        if self._arriving and op.replica is not None:
+        if self._arriving:
             for purpose in (Purpose.INPUT, Purpose.TARGET):
                 pending = self._arriving.pop((purpose, (op.replica, op.stage, op.microbatch)), None)
                 if pending is not None:
                     self._transport.release(pending)
 
-    def end_step(
-        self, stages: Mapping[tuple[int | None, int], Stage], found: Callable[[int, tuple[Tensor, ...]], None]
-    ) -> None:
+    def end_step(self, stages: Mapping[tuple[int, int], Stage], found: Callable[[int, tuple[Tensor, ...]], None]) -> None:
         """Send results and sums of other replicas, and take those of the own one that others have computed.
 
         Args:
@@ -198,10 +193,10 @@ def _of(rank: int, messages: Iterable[_CrossingMessage]) -> tuple[list[_Crossing
 def _given(program: Program, shapes: BatchShapes) -> Iterator[_CrossingMessage]:
     """Yield the messages before the first op: wishes, inputs and targets, from home to the worker that computes them."""
     last = program.stages - 1
-    for replica, home, holder in dict.fromkeys((one.replica, one.home, one.holder) for one in _away(program, last)):
+    for replica, home, holder in dict.fromkeys((one.replica, one.home, one.holder) for one in program.routing.away(last)):
         yield _CrossingMessage(Purpose.OUTPUTS_ASKED, replica, last, 0, home, holder, _ASKED)
     for purpose, stage, specs in ((Purpose.INPUT, 0, shapes.inputs), (Purpose.TARGET, last, shapes.targets)):
-        for replica, microbatch, home, holder in _away(program, stage):
+        for replica, microbatch, home, holder in program.routing.away(stage):
             if specs:
                 yield _CrossingMessage(purpose, replica, stage, microbatch, home, holder, specs)
 
@@ -209,13 +204,9 @@ def _given(program: Program, shapes: BatchShapes) -> Iterator[_CrossingMessage]:
 def _returned(program: Program, results: MessageSpec, weights: Sequence[MessageSpec]) -> Iterator[_CrossingMessage]:
     """Yield the messages behind the last op: results, and the sums of stages whose last microbatch was computed elsewhere."""
     last, final = program.stages - 1, program.microbatches - 1
-    for replica, microbatch, home, holder in _away(program, last):
+    for replica, microbatch, home, holder in program.routing.away(last):
         yield _CrossingMessage(Purpose.RESULT, replica, last, microbatch, holder, home, results)
     for stage in range(program.stages):
-        for replica, microbatch, home, holder in _away(program, stage):
+        for replica, microbatch, home, holder in program.routing.away(stage):
             if microbatch == final:
                 yield _CrossingMessage(Purpose.ACCUMULATOR, replica, stage, microbatch, holder, home, weights[stage])
-
-
-def _away(program: Program, stage: int) -> Iterable[Away]:
-    return () if program.routing is None else program.routing.away(stage)

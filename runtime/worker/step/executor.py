@@ -49,7 +49,7 @@ class Executor:
         self,
         program: Program,
         rank: int,
-        stages: Mapping[tuple[int | None, int], ForwardStage],
+        stages: Mapping[tuple[int, int], ForwardStage],
         shapes: Sequence[MessageShapes],
         batch: BatchShapes,
         transport: Transport,
@@ -63,8 +63,8 @@ class Executor:
         self._order = program.orders[rank]
         self._rank = rank
         # Whoever gives a program with other ops than F gives stages that train.
-        self._stages = cast("Mapping[tuple[int | None, int], Stage]", stages)
-        self._home = None if program.routing is None else program.routing.replica_of(rank)
+        self._stages = cast("Mapping[tuple[int, int], Stage]", stages)
+        self._home = program.routing.replica_of(rank)
         self._messages = ProgramMessages(program, rank, shapes, transport, monitor, timeout, shape)
         weights = [one.weights for one in shapes]
         self._foreign = ForeignMicrobatches(program, rank, batch, weights, transport, timeout)
@@ -175,7 +175,6 @@ class Executor:
         given = self._of_batch(Purpose.INPUT, op, inputs) if op.stage == 0 else self._take(op, -1)
         wanted = self._of_batch(Purpose.TARGET, op, targets) if op.stage == self._last else ()
         if op.stage == self._last and self._foreign.first_asked(op) and self._on_asked is not None:
-            assert op.replica is not None, "a program of one pipeline has no other replica's microbatches"
             self._on_asked(op.replica)
         self._buffers.before_forward(op, self._stages)
         started = time.monotonic(), self._mark()

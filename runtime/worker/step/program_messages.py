@@ -75,6 +75,7 @@ class ProgramMessages:
     ) -> None:
         order = program.orders[rank]
         self._program = program
+        self._is_one_pipeline = program.is_one_pipeline
         self._rank = rank
         self._shapes = shapes
         self._transport = transport
@@ -84,7 +85,7 @@ class ProgramMessages:
         self._step = -1
         self._last_uses = frozenset((Kind.F,) if program.is_forward_only else (Kind.W, Kind.B))
         self._receives: dict[Op, Pending] = {}
-        self._kept: dict[tuple[int | None, int, int], list[Pending]] = {}
+        self._kept: dict[tuple[int, int, int], list[Pending]] = {}
         self.heard = frozenset(peer_stage(receive) for receive in self._taken_by(order) if self._is_at_home(receive))
         self._preposted_after = self._preposting(order)
         self.receive_counts = self._receive_counts(order)
@@ -142,11 +143,11 @@ class ProgramMessages:
         return tensors
 
     def _is_at_home(self, receive: Op) -> bool:
-        """Return whether a message goes between two workers of its microbatch's replica, as all do without routes."""
-        routing = self._program.routing
-        if routing is None:
+        """Return whether a message goes between two workers of its microbatch's replica, as all do in one pipeline."""
+        if self._is_one_pipeline:
             return True
-        return all(routing.replica_of(worker) == receive.replica for worker in (self._rank, self._holder(other_end(receive))))
+        home_of = self._program.routing.replica_of
+        return all(home_of(worker) == receive.replica for worker in (self._rank, self._holder(other_end(receive))))
 
     def take_weights(self, op: Op) -> tuple[Tensor, ...] | None:
         """Wait for the sums of weight gradients that a W continues, or return None if they are on this rank.
@@ -180,7 +181,7 @@ class ProgramMessages:
         standing = dict.fromkeys(ahead, 0)
         kept: Counter[tuple[int, MessageSpec]] = Counter()
         most: Counter[tuple[int, MessageSpec]] = Counter()
-        by_microbatch: dict[tuple[int | None, int, int], list[tuple[int, MessageSpec]]] = {}
+        by_microbatch: dict[tuple[int, int, int], list[tuple[int, MessageSpec]]] = {}
 
         def use(key: tuple[int, MessageSpec], count: int) -> None:
             kept[key] += count
@@ -255,7 +256,7 @@ class ProgramMessages:
     def _identity(self, sent: Op, received: Op) -> Identity:
         purpose, spec = PURPOSE_OF[sent.kind], self._spec(sent)
         ends = sent.stage, received.stage
-        return Identity(self._step, purpose, *ends, sent.microbatch, spec, sent.replica or 0, self._shape)
+        return Identity(self._step, purpose, *ends, sent.microbatch, spec, sent.replica, self._shape)
 
     def _spec(self, sent: Op) -> MessageSpec:
         shapes = self._shapes[sent.stage]

@@ -88,7 +88,7 @@ class RankPrograms:
     def __init__(
         self,
         compiled: CompiledStages,
-        stages_of: Callable[[Program], Mapping[tuple[int | None, int], Stage]],
+        stages_of: Callable[[Program], Mapping[tuple[int, int], Stage]],
         beside: Callable[[Executor], Counter[tuple[int, MessageSpec]]],
         handed_over: Sequence[tuple[MessageSpec, MessageSpec]],
         first: RankShape,
@@ -179,7 +179,7 @@ class RankPrograms:
         if running is not None and (running.version, running.number) == (plan.version, number):
             return running.executor
         made = self._prepared.get((plan.version, number)) or self._made_for(plan, number)
-        leaves = running is not None and (running.program.routing is None) != (made.program.routing is None)
+        leaves = running is not None and running.program.is_one_pipeline != made.program.is_one_pipeline
         if running is None or leaves or plan.version != self.plan.version:
             self._transport.use_lanes(step, made.executor.program)
         self._prepared[plan.version, number] = self._running = made
@@ -206,11 +206,11 @@ class RankPrograms:
         program = InsertComm.for_contract(self._transport.contract).apply(forwards, self.plan.case.cost)
         verify(program)
         shapes = shape.messages(lambda compiled: [MessageShapes(stage.outputs, ()) for stage in compiled.eval])
-        executor = self._executor(program, {(None, stage): one for stage, one in stages.items()}, shapes, shape.code)
+        executor = self._executor(program, {(0, stage): one for stage, one in stages.items()}, shapes, shape.code)
         self._reserve(executor, shape.number)
         return executor
 
-    def executor(self, lowered: Program, stages: Mapping[tuple[int | None, int], Stage]) -> Executor:
+    def executor(self, lowered: Program, stages: Mapping[tuple[int, int], Stage]) -> Executor:
         """Return an executor of a lowered program for the shape of the compilation, with the messages of the current plan.
 
         Args:
@@ -222,11 +222,11 @@ class RankPrograms:
     def _executor(
         self,
         lowered: Program,
-        stages: Mapping[tuple[int | None, int], ForwardStage],
+        stages: Mapping[tuple[int, int], ForwardStage],
         shapes: Sequence[MessageShapes],
         code: int,
     ) -> Executor:
-        carrier = self._transport if lowered.routing is None else self._job
+        carrier = self._transport if lowered.is_one_pipeline else self._job
         return Executor(
             lowered,
             carrier.rank,
@@ -258,7 +258,7 @@ class RankPrograms:
         self._job.reserve(self._always + self._by_program + Counter(counts))
 
     def _reserve(self, executor: Executor, number: int) -> None:
-        if executor.program.routing is not None:
+        if not executor.program.is_one_pipeline:
             self._grow(Counter(executor.receive_counts) + self._beside(executor))
             return
         counts = Counter(executor.receive_counts)
@@ -281,7 +281,7 @@ class RankPrograms:
     @cached_property
     def _at_home(self) -> Program:
         """The program of the first shape that no other replica has a part in. The same search finds it on all ranks."""
-        if self._initial.program.routing is None:
+        if self._initial.program.is_one_pipeline:
             return self._initial.program
         case = self._initial.case
         try:
@@ -292,9 +292,9 @@ class RankPrograms:
     def _made_for(self, plan: Plan, number: int) -> _Runnable:
         of = self._shapes[FIRST if number == _HOME else number]
         program = self._at_home if number == _HOME else of.shape.program_for(plan)
-        stages: Mapping[tuple[int | None, int], Stage] = self._stages_of(program)
+        stages: Mapping[tuple[int, int], Stage] = self._stages_of(program)
         if number not in (FIRST, _HOME):
-            stages = {(None, stage): one for stage, one in of.stages.items()}
+            stages = {(0, stage): one for stage, one in of.stages.items()}
         messages = self._messages(plan, of.shape)
         executor = self._executor(self._lower(plan, program), stages, messages, of.shape.code)
         return _Runnable(plan.version, number, program, executor)
@@ -315,7 +315,7 @@ class RankPrograms:
         """
         ahead = None if self._with_loss else program.microbatches
         lowered = InsertComm.for_contract(self._transport.contract, ahead).apply(program, plan.case.cost)
-        slow = plan.delegated if lowered.routing is None else _links_over(lowered, plan.delegated)
+        slow = plan.delegated if lowered.is_one_pipeline else _links_over(lowered, plan.delegated)
         return LowerComm(slow=slow).apply(lowered, plan.case.cost)
 
 
@@ -338,7 +338,7 @@ def check_memory(what: str, program: Program, cost: CostModel) -> None:
     Raises:
         PlanError: Names the rank, the memory that it would need and its limit.
     """
-    if program.routing is not None:
+    if not program.is_one_pipeline:
         _check_memory_of_workers(what, program, cost)
         return
     found = simulate(program, cost)

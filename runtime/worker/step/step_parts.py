@@ -141,18 +141,16 @@ class StepParts:
         own = self._transport.rank, placement, shape.microbatches
         return LossBroadcast(*own, loss, sharing, self._transport, shape.code)
 
-    def stages_of(self, program: Program) -> dict[tuple[int | None, int], TrainingStage]:
+    def stages_of(self, program: Program) -> dict[tuple[int, int], TrainingStage]:
         """Return this rank's stages by replica and number, as the ops of a program name them.
 
         Those of other replicas have the same parameters, and weight gradients of their own until they are handed over.
         """
-        if program.routing is None:
-            return {(None, number): stage for number, stage in self.stages.items()}
-        found: dict[tuple[int | None, int], TrainingStage] = {
-            (self.replica, number): stage for number, stage in self.stages.items()
-        }
+        if program.is_one_pipeline:
+            return {(0, number): stage for number, stage in self.stages.items()}
+        found = {(self.replica, number): stage for number, stage in self.stages.items()}
         for op in program.orders[self._transport.worker_of(self._transport.rank)]:
-            if op.kind.is_compute and (op.replica, op.stage) not in found and op.replica is not None:
+            if op.kind.is_compute and (op.replica, op.stage) not in found:
                 found[op.replica, op.stage] = self._foreign_stage(program.routing, op.replica, op.stage)
         return found
 
@@ -175,7 +173,7 @@ class StepParts:
     def _away_from_home(self, program: Program) -> AwayFromHome | None:
         """Return which microbatches of this replica others compute on stages that share parameters; None if there are none."""
         routing = program.routing
-        if routing is None or not self._shared:
+        if program.is_one_pipeline or not self._shared:
             return None
         workers = {
             (stage, microbatch): holder
@@ -271,7 +269,7 @@ class StepParts:
             The loss of every microbatch, (microbatches,), on every rank; if weighted (microbatches, 2), each a sum and its
             weight.
         """
-        self._probes.begin_step(step, None if executor.program.routing is None else executor.heard)
+        self._probes.begin_step(step, None if executor.program.is_one_pipeline else executor.heard)
         shape.losses.begin_step(step)
         self.gradients.begin_step(step, self._away_from_home(executor.program))
         self._hooks.begin_step()

@@ -104,7 +104,6 @@ def test_missing_room_is_named_and_enough() -> None:
 
 def test_detours_are_filled_with_the_plans_numbers() -> None:
     found = explained(NARROW)
-    assert found.simulation.program.routing is not None
     carried = sum(found.simulation.program.routing.holder(0, 1, microbatch) == 1 for microbatch in range(16))
     assert 0 < carried < 16
     assert values_of(found, "messages with b detours") == {"link 0→1, as planned": carried * 6}

@@ -43,7 +43,6 @@ def test_the_whole_job_takes_as_long_as_the_merged_one(seed: int) -> None:
     more = replace(case, replicas=case.replicas + 3)
     program = plan_job(more, effort=20_000)
     verify(program, hands_over=case.hands_over, barrier=case.barrier)
-    assert program.routing is not None
     merged = merge_alike(more, program.routing)
     orders = [()] * (merged.routing.live[-1] + 1)
     whole = merged.expand(orders, program.routing)

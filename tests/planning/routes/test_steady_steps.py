@@ -73,7 +73,7 @@ def test_shared_edges_and_blocking_messages_count_as_in_the_steps_written_out(
         tuple(Op(op.stage, op.kind, op.microbatch + step * program.microbatches) for step in range(STEPS) for op in order)
         for order in program.orders
     )
-    whole = simulate(Program("whole", program.placement, STEPS * program.microbatches, repeated), cost)
+    whole = simulate(Program.of_pipeline("whole", program.placement, STEPS * program.microbatches, repeated), cost)
     ends = [
         [whole.timeline.ops[rank][(step + 1) * len(order) - 1].end for step in (STEPS // 2 - 1, STEPS - 1)]
         for rank, order in enumerate(program.orders)
@@ -86,7 +86,7 @@ def test_the_search_times_steps_as_the_simulator_does(number: int) -> None:
     case = uneven(number)
     found = _C.search_period_of(case, 20_000, 0, None, 0.0)
     assert found is not None
-    program = Program("found", case.placement, case.microbatches, found[1])
+    program = Program.of_pipeline("found", case.placement, case.microbatches, found[1])
     assert pipeline_period(program, case.cost) == pytest.approx(found[0], rel=1e-12)
     assert not simulate(program, case.cost).over_memory
 

@@ -92,7 +92,7 @@ def test_short_values_are_compared_as_they_are() -> None:
 def test_long_values_are_cut_and_differ_by_a_hash() -> None:
     program = generate("1f1b", 4, 16)
     last = program.orders[-1]
-    other = Program(program.name, program.placement, program.microbatches, (*program.orders[:-1], last[:-1]))
+    other = Program.of_pipeline(program.name, program.placement, program.microbatches, (*program.orders[:-1], last[:-1]))
     shown = [describe_value(one) for one in (program, other)]
     assert shown[0] != shown[1] and shown[0].startswith("schedule 1f1b ") and max(map(len, shown)) < 100
     assert not any("\n" in one for one in shown)

@@ -46,7 +46,6 @@ def job_program(seed: int) -> Program:
 def numbers(program: Program, salt: int) -> dict[int, list[tuple[Tensor]]]:
     """Per replica one random number for each microbatch."""
     generator = torch.Generator().manual_seed(salt)
-    assert program.routing is not None
     return {
         replica: [(torch.randn(1, generator=generator),) for _ in range(program.microbatches)]
         for replica in range(program.routing.replicas)
@@ -56,10 +55,9 @@ def numbers(program: Program, salt: int) -> dict[int, list[tuple[Tensor]]]:
 def run(program: Program, shapes: MessageShapes) -> Outcome:
     """Run one step of all workers on threads. Gradients and buffers are read at home."""
     routing = program.routing
-    assert routing is not None
     hub = LocalHub(program.ranks)
     inputs, targets = numbers(program, 0), numbers(program, 1)
-    stages: list[dict[tuple[int | None, int], Doubling]] = [
+    stages: list[dict[tuple[int, int], Doubling]] = [
         {
             (replica, stage): Doubling(last=stage == program.stages - 1)
             for replica in range(routing.replicas)
@@ -151,7 +149,7 @@ def test_a_wait_for_another_workers_sums_is_no_part_of_w() -> None:
     program = InsertComm("ahead").apply(shared, CostModel.uniform(1, 1.0, 1.0, 1.0))
     hub, monitor = LocalHub(2), Monitor(0, (0,))
     home = routed_executor(program, 0, hub.transport(0), {(0, 0): Doubling(last=True)}, monitor=monitor)
-    other: dict[tuple[int | None, int], Doubling] = {(0, 0): Late(last=True), (1, 0): Doubling(last=True)}
+    other: dict[tuple[int, int], Doubling] = {(0, 0): Late(last=True), (1, 0): Doubling(last=True)}
     peer = routed_executor(program, 1, hub.transport(1), other)
     inputs, targets = numbers(program, 0), numbers(program, 1)
     started = time.monotonic()
@@ -180,7 +178,7 @@ def test_what_the_first_op_waits_for_counts_from_another_replica_too() -> None:
         """Worker 1 begins before the others, or once what it needs has arrived."""
         hub = LocalHub(4)
         transports = [hub.transport(rank) for rank in range(4)]
-        stages: list[dict[tuple[int | None, int], Doubling]] = [
+        stages: list[dict[tuple[int, int], Doubling]] = [
             {(0, 0): Doubling()},
             {(0, 1): Doubling(last=True), (1, 1): Doubling(last=True)},
             {(1, 0): Doubling()},

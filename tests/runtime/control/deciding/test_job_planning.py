@@ -37,10 +37,9 @@ def through(costs: CostModel, steps: int = 32) -> list[Plan]:
 def test_a_slow_worker_gives_microbatches_away_and_gets_them_back() -> None:
     plans = through(slow(1, 2.0))
     before, during, after = plans[ONSET], plans[ONSET + 3], plans[HEALED + 5]
-    assert not before.is_routed and before.program.routing is None
+    assert not before.is_routed and before.program.is_one_pipeline
     assert during.is_routed and during.remedy is JobRemedy.SHARE
     routing = during.program.routing
-    assert routing is not None
     away = [(r, s, m) for r in range(2) for s in range(3) for m in range(4) if routing.holder(r, s, m) != 3 * r + s]
     assert away and all((replica, stage) == (1, 1) for replica, stage, _ in away)
     assert "worker 1.1 slow" in during.reason and "share" in during.reason and "keep" in during.reason
@@ -50,7 +49,7 @@ def test_a_slow_worker_gives_microbatches_away_and_gets_them_back() -> None:
 
 def test_plans_of_a_late_link_are_those_of_both_replicas() -> None:
     during = through(COST.with_latency(0, 1, 0.1).with_latency(1, 0, 0.1))[ONSET + 3]
-    assert during.program.routing is not None and during.case.cost.latency(0, 1) == 0.1
+    assert not during.program.is_one_pipeline and during.case.cost.latency(0, 1) == 0.1
     assert during.remedy in (JobRemedy.REORDER, JobRemedy.DETOUR) and "replica 1" in during.reason
 
 
