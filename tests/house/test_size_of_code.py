@@ -19,7 +19,6 @@ MOST_ARGUMENTS = 9
 
 CLASSES = {
     "adaptra.equations.replicas.ReplicaEquations": 23,
-    "adaptra.frontend.session.Session": 18,
     "adaptra.runtime.control.controller.Controller": 24,
     "adaptra.runtime.control.deciding.policy.Policy": 17,
     "adaptra.runtime.step_messages.shared_gradients.Gradients": 18,
@@ -35,7 +34,6 @@ CLASSES = {
 
 FUNCTIONS = {
     "adaptra.frontend.api.compile": 14,
-    "adaptra.frontend.session.Session.__init__": 10,
     "adaptra.graph.compile.compile_stages": 12,
     "adaptra.report.live.LiveTable.update": 10,
     "adaptra.runtime.control.controller.Controller.__init__": 14,
