@@ -19,7 +19,6 @@ MOST_ARGUMENTS = 9
 
 CLASSES = {
     "adaptra.equations.replicas.ReplicaEquations": 23,
-    "adaptra.runtime.control.controller.Controller": 24,
     "adaptra.runtime.control.deciding.policy.Policy": 17,
     "adaptra.runtime.step_messages.shared_gradients.Gradients": 18,
     "adaptra.runtime.transports.c10d.c10d.C10dTransport": 16,
@@ -36,7 +35,6 @@ FUNCTIONS = {
     "adaptra.frontend.api.compile": 14,
     "adaptra.graph.compile.compile_stages": 12,
     "adaptra.report.live.LiveTable.update": 10,
-    "adaptra.runtime.control.controller.Controller.__init__": 14,
     "adaptra.runtime.devices.pack_kernel.copy_flat": 14,
     "adaptra.runtime.measuring.monitor.Monitor.message": 10,
     "adaptra.runtime.membership.membership.Membership.__init__": 10,

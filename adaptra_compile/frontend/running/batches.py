@@ -139,7 +139,7 @@ class Batches:
         if kind is None:
             logger.warning(text)
         else:
-            worker.controller.emit_shape_event(kind, text)
+            worker.controller.recorder.emit_now(kind, text)
 
     def _drop_shape(self, number: int) -> None:
         for worker in self._local.workers:

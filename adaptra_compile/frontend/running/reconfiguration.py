@@ -107,7 +107,7 @@ class Reconfiguration:
         if change is not None:
             self.take_roles(change.after, optimizer)
             (worker,) = self._local.workers
-            worker.controller.emit_change(change)
+            worker.controller.recorder.emit_change(change)
         return change
 
     def take_split(self, split: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
@@ -149,7 +149,7 @@ class Reconfiguration:
         change, places = decided
         self._take_cut(cut(positions_of(places)), optimizer)
         for one in self._local.workers:
-            one.controller.emit_change(change)
+            one.controller.recorder.emit_change(change)
         return change
 
     def _captured(self) -> Captured:
@@ -224,7 +224,7 @@ class Reconfiguration:
         if after is not None:
             self._take_model(self._spec.prepare(after.stages), after.states, f"{CHANGED_MODEL}: {found}")
             for worker in self._local.workers[:1] if self._local.workers[0].rank == 0 else ():
-                worker.controller.emit_shape_event(
+                worker.controller.recorder.emit_now(
                     EventKind.COMPILED, f"a changed model in {time.monotonic() - began:.2f} s: {found}"
                 )
         self._batches.recompile = following.accepted(self._batches.recompile, self._local.workers[0].next_step)
