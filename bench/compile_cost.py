@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from _table import Row, parser, print_rows
 
-from adaptra.frontend.first_plan import first_plan
+from adaptra.frontend.planned.first_plan import first_plan
 from adaptra.graph import CompiledStages, compile_stages
 from adaptra.graph.estimated_cost import estimated_cost
 from adaptra.progress import Progress, shown_progress

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from _table import Row, parser, print_rows
 
-from adaptra.frontend.first_plan import first_plan
+from adaptra.frontend.planned.first_plan import first_plan
 from adaptra.planning.least_memory import plan_least_memory
 from adaptra.planning.planner import plan
 from adaptra.planning.routes.steady_steps import PERIOD

@@ -18,7 +18,7 @@ from _ranks import run_on_ranks, small_problem
 from _table import Row, parser, print_rows
 
 import adaptra
-from adaptra.frontend.first_plan import first_plan
+from adaptra.frontend.planned.first_plan import first_plan
 from adaptra.planning.least_memory import plan_least_memory
 from adaptra.planning.planner import plan
 from adaptra.planning.routes.steady_steps import PERIOD

@@ -45,7 +45,7 @@ def measure(layers: int, width: int, rows: int, length: int, runs: int) -> list[
     with adaptra.compile(model, stages=2, microbatches=4, example_inputs=batch, loss=loss) as pipe:
         session = pipe.session
         step = seconds(lambda: pipe.step(*batch), runs)
-        look = seconds(session.follow, 20 * runs)
+        look = seconds(session.changes.follow, 20 * runs)
     modules = sum(1 for _ in model.modules())
     name = f"{layers} layers of width {width}, {modules} modules"
     return [

@@ -22,18 +22,18 @@ from torch import Tensor, nn
 
 from adaptra.checks import is_real
 from adaptra.errors import BatchError, OptionError, PipelineError
-from adaptra.frontend.activation_memory import predicted_peaks
 from adaptra.frontend.arguments.accelerate_doors import refuse_accelerate, refuse_accelerator
 from adaptra.frontend.arguments.arguments import CompileArguments, check_split
 from adaptra.frontend.arguments.placing import STRAIGHT, Placement
 from adaptra.frontend.arguments.step_arguments import Outputs, StepArguments, check_outputs, name_of_call
 from adaptra.frontend.attached_optimizer import given_or_attached, refuse_foreign
 from adaptra.frontend.builder import build
-from adaptra.frontend.given_routes import changed_buffers
 from adaptra.frontend.grad_scaler import GradScaler
 from adaptra.frontend.module_like.module_methods import ModuleMethods
+from adaptra.frontend.planned.activation_memory import predicted_peaks
+from adaptra.frontend.planned.given_routes import changed_buffers
+from adaptra.frontend.running.session import Session
 from adaptra.frontend.saved.fitting_model import FittingModel
-from adaptra.frontend.session import Session
 from adaptra.frontend.shapes.shapes import PipelineShape
 from adaptra.known_keywords import known_keywords
 from adaptra.planning.explaining.explanation import explain
@@ -233,25 +233,25 @@ class Pipeline(ModuleMethods):
         if self._session is None:
             self.build(inputs, targets, **named)
         session = self._require()
-        with session.at_the_door():
+        with session.local.at_the_door():
             self.require_training()
             if self._losses is None:  # the Accelerator may be younger than the pipeline
                 refuse_accelerator()
             self._follow(session, evaluates=False)
             args, given = self._arguments.positional(inputs, targets)
-            batch = session.batch(args, given, named)
+            batch = session.batches.of(args, given, named)
             require_no_gradient(batch.inputs, session.compiled.inputs.labels, "inputs")
             require_no_gradient(batch.targets, session.compiled.targets.labels, "targets")
             if session.look is not None:
                 session.look.at(batch)
             if wanted:
-                session.prepare_outputs(batch)
-            session.compare_rows("step", inputs, targets, named)
+                session.batches.prepare_outputs(batch)
+            session.batches.compare_rows("step", inputs, targets, named)
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         given_to_all = {"inputs": batch.inputs, "targets": batch.targets, "shape": batch.number}
         to_all = wanted == "all" and session.is_launched
         run = partial(Worker.step, **given_to_all, loss_scale=scale, with_outputs=bool(wanted), to_all=to_all)
-        found = session.on_every_rank(run, name_of_call("step", wanted))
+        found = session.local.on_every_rank(run, name_of_call("step", wanted))
         self._losses = found[0][0]
         loss = session.reduction.of_batch(self._losses, batch.shares)
         if not wanted:
@@ -312,15 +312,15 @@ class Pipeline(ModuleMethods):
     ) -> Any:
         """Return the loss in evaluation mode, the outputs, or both."""
         session = self._require()
-        with session.at_the_door():
+        with session.local.at_the_door():
             self._follow(session, evaluates=True)
             args, given = self._arguments.positional(inputs, targets)
-            batch = session.batch(args, given, named, with_loss=with_loss, training=False)
-            session.compare_rows(call, inputs, targets, named)
+            batch = session.batches.of(args, given, named, with_loss=with_loss, training=False)
+            session.batches.compare_rows(call, inputs, targets, named)
         given_to_all = {"inputs": batch.inputs, "targets": batch.targets if with_loss else None, "shape": batch.number}
         to_all = outputs == "all" and session.is_launched
         run = partial(Worker.evaluate, **given_to_all, with_outputs=bool(outputs) and with_loss, to_all=to_all)
-        found = session.on_every_rank(run, name_of_call(call, outputs))
+        found = session.local.on_every_rank(run, name_of_call(call, outputs))
         losses = found[0][0]
         loss = None if losses is None else session.reduction.of_batch(losses, batch.shares)
         if losses is not None and not outputs:
@@ -331,7 +331,7 @@ class Pipeline(ModuleMethods):
 
     def _follow(self, session: Session, *, evaluates: bool) -> None:
         """Compile anew if the model has changed."""
-        model = session.follow(evaluates=evaluates)
+        model = session.changes.follow(evaluates=evaluates)
         if model is not None:
             self.outline(model)
 
@@ -383,7 +383,7 @@ class Pipeline(ModuleMethods):
         session = self._require()
         if self._losses is None:
             raise PipelineError("no step has run yet: there are no gradients to clip")
-        total = session.on_every_rank(lambda worker: worker.gradient_norm(float(norm_type)), "clip_grad_norm_")[0]
+        total = session.local.on_every_rank(lambda worker: worker.gradient_norm(float(norm_type)), "clip_grad_norm_")[0]
         if error_if_nonfinite and not total.isfinite():
             raise PipelineError(
                 f"the norm of all gradients is {total.item()}: expected a finite one, as error_if_nonfinite=True"
@@ -446,7 +446,7 @@ class Pipeline(ModuleMethods):
         file. For a file of the whole model, use :meth:`full_state_dict`.
         """
         session = self._require()
-        return session.named(session.state)
+        return session.held.named(session.held.tensors)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return the whole model's state on the job's rank 0, like the plain model's ``state_dict()``.
@@ -468,7 +468,7 @@ class Pipeline(ModuleMethods):
             PipelineError: The pipeline is closed or has failed.
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.
         """
-        return self._require().full_state()
+        return self._require().held.whole()
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Copy values into the stages of this process. A checkpoint of the plain model works on every rank.
@@ -486,18 +486,11 @@ class Pipeline(ModuleMethods):
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.
         """
         session = self._require()
-        self.take(session.agreed_to_load(lambda: session.fitting(state, strict=strict), "load_state_dict"))
+        self.take(session.held.agreed_to_load(lambda: session.held.fitting(state, strict=strict), "load_state_dict"))
 
     def take(self, fitting: FittingModel) -> None:
         """Load a state that fits, for adaptra's own modules."""
-        session = self._require()
-        session.names.take(fitting.extras)
-        with torch.no_grad():
-            for worker in session.workers:
-                for canonical, value in fitting.values:
-                    if canonical in worker.state:
-                        worker.state[canonical].copy_(value)
-        session.align_copies()
+        self._require().held.take(fitting)
 
     @property
     def roles(self) -> Roles | None:
@@ -573,7 +566,7 @@ class Pipeline(ModuleMethods):
             PipelineError: No step has run yet.
             OptionError, StateError, LaunchError, PeerLostError: As :meth:`take_roles`.
         """
-        return self._require().settle_roles(given_or_attached("settle_roles", optimizer, self._optimizer), horizon)
+        return self._require().changes.settle_roles(given_or_attached("settle_roles", optimizer, self._optimizer), horizon)
 
     def take_roles(self, roles: Roles, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Change the roles of the ranks of a job with several replicas, so that a slow link carries other messages.
@@ -593,7 +586,7 @@ class Pipeline(ModuleMethods):
             StateError: Some state of a rank can't be moved. No rank has moved, and the pipeline continues as before.
             LaunchError, PeerLostError: A rank did not join or is lost. The pipeline has failed.
         """
-        self._require().take_roles(roles, given_or_attached("take_roles", optimizer, self._optimizer))
+        self._require().changes.take_roles(roles, given_or_attached("take_roles", optimizer, self._optimizer))
 
     @property
     def split(self) -> tuple[str | None, ...]:
@@ -618,7 +611,7 @@ class Pipeline(ModuleMethods):
             PipelineError: No step has run yet.
             OptionError, StateError, LaunchError, PeerLostError: As :meth:`take_split`.
         """
-        return self._require().settle_split(given_or_attached("settle_split", optimizer, self._optimizer), horizon)
+        return self._require().changes.settle_split(given_or_attached("settle_split", optimizer, self._optimizer), horizon)
 
     def take_split(self, split: Sequence[str], optimizer: torch.optim.Optimizer | None = None) -> None:
         """Move the cut points of the running pipeline to other modules.
@@ -641,7 +634,7 @@ class Pipeline(ModuleMethods):
             LaunchError, PeerLostError: A rank did not join, has another split or is lost. The pipeline has failed.
         """
         check_split(split)
-        self._require().take_split(split, given_or_attached("take_split", optimizer, self._optimizer))
+        self._require().changes.take_split(split, given_or_attached("take_split", optimizer, self._optimizer))
 
     @property
     def shapes(self) -> tuple[PipelineShape, ...]:
@@ -650,7 +643,7 @@ class Pipeline(ModuleMethods):
         Each has the sizes of its tensors, the rows of its microbatches, the seconds of its compilation and the number of its
         steps and evaluations. ``Options(shapes=…)`` limits how many are kept.
         """
-        return self._require().shapes.listed()
+        return self._require().batches.shapes.listed()
 
     @property
     def plan(self) -> Plan:
@@ -798,10 +791,10 @@ class Pipeline(ModuleMethods):
 
     def _timeline(self, call: str) -> Timeline | None:
         session = self._require()
-        session.require_running()
+        session.local.require_running()
         if self._losses is None or not session.workers[0].monitor.kept:
             raise PipelineError("no step has run yet: a timeline shows the last step")
-        return session.on_every_rank(Worker.timeline, call)[0]
+        return session.local.on_every_rank(Worker.timeline, call)[0]
 
     def save_trace(self, path: str | Path) -> None:
         """Write the measured last step as a trace for Perfetto (.json) or a picture (.svg, .png).

@@ -1,6 +1,6 @@
 """The build of a pipeline: capture and cut the model, plan, and start a worker for every rank of this process.
 
-This is the path from a model to instruction lists. Its part after the cut is in :mod:`adaptra.frontend.stage_planning`.
+This is the path from a model to instruction lists. Its part after the cut is in :mod:`adaptra.frontend.planned.stage_planning`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from adaptra.frontend.arguments.shared_models import Sharing
 from adaptra.frontend.followed.following import Following
 from adaptra.frontend.losses.batch_look import BatchLook, example_weights
 from adaptra.frontend.losses.rows_together import rows_together
+from adaptra.frontend.planned.stage_planning import PipelineSpec, PlannedPipeline
+from adaptra.frontend.planned.worker_factory import open_recorder
+from adaptra.frontend.running.local_workers import LocalWorkers
+from adaptra.frontend.running.session import Session
 from adaptra.frontend.saved.model_names import ModelNames
-from adaptra.frontend.session import Session
 from adaptra.frontend.shapes.recompile import Recompile
-from adaptra.frontend.stage_planning import PipelineSpec, PlannedPipeline
 from adaptra.frontend.weights.materialise import is_empty, materialise
-from adaptra.frontend.worker_factory import open_recorder
 from adaptra.graph import compile_stages
 from adaptra.graph.capture.collectives import refuse_context_parallel
 from adaptra.graph.capture.skeleton import skeleton
@@ -117,9 +118,10 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         opened.pop_all()
     recompile, following = _later_compilations(request, planned, model, empty_on, is_alone=launched.job is None)
     names = ModelNames(model, planned.compiled.saved)
-    session = Session(spec, planned, launched, workers, recorder, sharing, recompile, look, following, names=names)
+    local = LocalWorkers(planned, launched, workers, recorder, sharing)
+    session = Session(spec, local, names, recompile, look, following)
     try:
-        session.align_copies()
+        session.held.align_copies()
     except BaseException:
         session.close()
         raise

@@ -43,7 +43,7 @@ class TrainingState:
     def _names(self) -> dict[Tensor, str]:
         # Anew each time: changes of roles and cuts bring other tensors.
         self._pipe.require_own(self._optimizer)
-        saved_as = self._pipe.session.saved_as
+        saved_as = self._pipe.session.held.saved_as
         return {parameter: saved_as[name] for name, parameter in self._pipe.named_parameters()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -57,7 +57,7 @@ class TrainingState:
         """
         session = self._pipe.session
         named = NamedState.of(self._optimizer, self._names())
-        model = session.named(session.saved_state())
+        model = session.held.named(session.held.saved())
         parts = {"optimizer": named.entries, "groups": named.groups, "optimized": named.optimized}
         return {"model": model, **parts, "step": session.training_step}
 
@@ -70,7 +70,7 @@ class TrainingState:
             StateError: The state is of another model or optimizer, or a part of it is missing. The text names it.
         """
         session = self._pipe.session
-        model, optimizer, step = session.agreed_to_load(lambda: self._fitting(state), "TrainingState.load_state_dict")
+        model, optimizer, step = session.held.agreed_to_load(lambda: self._fitting(state), "TrainingState.load_state_dict")
         self._pipe.take(model)
         optimizer.load_into(self._optimizer)
         session.go_on_at(step)
@@ -85,5 +85,5 @@ class TrainingState:
         absent = [key for key in _KEYS if key not in state]
         if absent:
             raise StateError(f"training state: it lacks {', '.join(absent)}: expected all of TrainingState.state_dict()")
-        model = self._pipe.session.fitting(state["model"], strict=True)
+        model = self._pipe.session.held.fitting(state["model"], strict=True)
         return model, FittingState.of(self._optimizer, self._names(), state), step

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from adaptra.errors import PipelineError
-from adaptra.frontend.session import Session
+from adaptra.frontend.running.session import Session
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -49,8 +49,8 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         # Torch calls this once for each step of an optimizer, whether the optimizer unscales (fused) or not.
-        with self._session.at_the_door():
+        with self._session.local.at_the_door():
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         here = any(bool(one) for one in found.values())
-        anywhere = any(self._session.on_every_rank(lambda worker: worker.found_anywhere(here), "scaler.unscale_"))
+        anywhere = any(self._session.local.on_every_rank(lambda worker: worker.found_anywhere(here), "scaler.unscale_"))
         return {found_inf.device: torch.full_like(found_inf, float(anywhere))}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from adaptra.errors import PeerLostError
-from adaptra.frontend.session import Session
+from adaptra.frontend.running.session import Session
 
 
 class Everywhere:

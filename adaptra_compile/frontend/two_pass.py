@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from adaptra.errors import PipelineError
-from adaptra.frontend.activation_memory import predicted_peaks
 from adaptra.frontend.api import Pipeline
 from adaptra.frontend.arguments.step_arguments import Outputs
+from adaptra.frontend.planned.activation_memory import predicted_peaks
 from adaptra.planning.planner import plan
 from adaptra.program.schedules import one_f_one_b
 from adaptra.runtime.worker.step.two_pass import PendingBackward
@@ -63,10 +63,10 @@ class TwoPassPipeline(Pipeline):
             BatchError, PeerLostError, PipelineError: As :meth:`Pipeline.step`.
         """
         session = self._require()
-        with session.at_the_door():
-            microbatches = session.split_inputs(inputs, {})
-            session.compare_rows("forward", tuple(inputs), None, {})
-        *_, (outputs, _) = found = session.on_every_rank(lambda worker: worker.forward(microbatches), "forward")
+        with session.local.at_the_door():
+            microbatches = session.batches.split_inputs(inputs, {})
+            session.batches.compare_rows("forward", tuple(inputs), None, {})
+        *_, (outputs, _) = found = session.local.on_every_rank(lambda worker: worker.forward(microbatches), "forward")
         return outputs, Call(tuple(kept for _, kept in found), tuple((one, one._version) for one in watched))
 
     def backward(self, call: Call, tangents: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -84,7 +84,7 @@ class TwoPassPipeline(Pipeline):
             PeerLostError: As :meth:`Pipeline.step`.
         """
         session = self._require()
-        with session.at_the_door():
+        with session.local.at_the_door():
             kept = call.kept
             if kept is None:
                 raise PipelineError(
@@ -102,7 +102,7 @@ class TwoPassPipeline(Pipeline):
         columns = [one.chunk(count) if count > 1 else (one,) for one in whole]  # one may lack dimensions
         microbatches = [tuple(column[index] for column in columns) for index in range(count)]
         of_rank = dict(zip((worker.rank for worker in session.workers), kept, strict=True))
-        return session.on_every_rank(lambda worker: worker.backward(of_rank[worker.rank], microbatches), "backward")[0]
+        return session.local.on_every_rank(lambda worker: worker.backward(of_rank[worker.rank], microbatches), "backward")[0]
 
     @property
     def differentiable(self) -> tuple[bool, ...]:

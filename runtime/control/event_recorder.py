@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+from adaptra.planning.layouts.layout_change import RoleChange, SplitChange
 from adaptra.program import Program
 from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 from adaptra.runtime.control.plans.plan import Plan
@@ -25,18 +26,33 @@ _KEPT_PLANS: Final = 8
 class EventRecorder:
     """Keeps the last events and passes each on. Any thread may emit one.
 
+    Events name a rank by its place in its pipeline.
+
     Args:
+        place: This rank within its pipeline.
+        running: The plan that this rank runs first.
+        step: The first step that it runs.
         on_event: Called with each event by the thread that emits it.
         known: Returns the plan of a version, if this rank has it.
         activation_bytes: The most bytes of activations on each rank under a program, where they are known.
+
+    Attributes:
+        running: The plan that this rank runs.
+        step: The step that it runs.
     """
 
     def __init__(
         self,
+        place: int,
+        running: Plan,
+        step: int,
         on_event: Callable[[ControlEvent], None] | None,
         known: Callable[[int], Plan | None],
         activation_bytes: Callable[[Program], tuple[int, ...]] | None,
     ) -> None:
+        self._place = place
+        self.running = running
+        self.step = step
         self._on_event = on_event
         self._known = known
         self._activation_bytes = activation_bytes
@@ -54,7 +70,8 @@ class EventRecorder:
         self._earlier = earlier.events
 
     def emit(self, event: ControlEvent) -> None:
-        """Keep an event and pass it on, with its plan's activation memory if that plan may run."""
+        """Keep an event of this rank and pass it on, with its plan's activation memory if that plan may run."""
+        event = replace(event, rank=self._place)
         if event.kind in _WITH_MEMORY:
             plan = None if event.version in self._memory else self._known(event.version)
             if plan is not None:
@@ -64,6 +81,15 @@ class EventRecorder:
         self._events.append(event)
         if self._on_event is not None:
             self._on_event(event)
+
+    def emit_now(self, kind: EventKind, text: str, predicted: float | None = None, before: float | None = None) -> None:
+        """Emit an event about the plan and the step that this rank runs."""
+        self.emit(ControlEvent(kind, self._place, self.step, self.running.version, text, predicted, before))
+
+    def emit_change(self, change: RoleChange | SplitChange) -> None:
+        """Emit the event of a role change or a cut change before the next step."""
+        kind = EventKind.ROLES if isinstance(change, RoleChange) else EventKind.SPLIT
+        self.emit_now(kind, str(change), change.seconds_after, change.seconds_before)
 
     def compute_memory(self, plan: Plan) -> None:
         """Compute the activation memory of a plan before an event needs it. Results of the last few plans are remembered."""

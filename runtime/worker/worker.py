@@ -23,11 +23,14 @@ from adaptra.graph.inner_compiler import prepare
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.planning.routes.joined_programs import join
 from adaptra.program import Program
+from adaptra.runtime.control.agreeing_ranks import AgreeingRanks
 from adaptra.runtime.control.agreement.same_rows import is_due, numbers_of
+from adaptra.runtime.control.callbacks import ControlCallbacks
 from adaptra.runtime.control.controller import CLOSE_SECONDS, Controller
 from adaptra.runtime.control.deciding.job_planning import JobPlanning
 from adaptra.runtime.control.deciding.policy import ControllerOptions
 from adaptra.runtime.control.deciding.replanning import Planning
+from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.control_store.signed_store import under
@@ -169,19 +172,18 @@ class Worker:
         log = job if isinstance(planning, JobPlanning) else transport
         first = log.rank - self.rank
         self.controller = Controller(
-            log.rank,
-            log.world_size,
+            AgreeingRanks(
+                log.rank,
+                log.world_size,
+                range(first, first + self._ranks),
+                () if replicas is None else replicas.pipeline,
+            ),
             under("controller", log.store),
             initial,
             replace(planning, ahead_of_need=InsertComm.for_contract(transport.contract).ahead_of_need),
             options=ControllerOptions(adapt=options.adapt, delegate=options.uses_delegate, plan_seconds=options.timeout),
-            prepare=self._programs.prepare,
-            on_event=telemetry.event,
-            on_reduces=self._take_reduces,
-            on_error=self._abort_by_control,
+            callbacks=ControlCallbacks(self._programs.prepare, telemetry.event, self._take_reduces, self._abort_by_control),
             first_step=first_step,
-            pipeline=range(first, first + self._ranks),
-            job_ranks=() if replicas is None else replicas.pipeline,
         )
         self._membership = Membership(
             Connection(under("membership", job.store)),
@@ -612,7 +614,7 @@ class Worker:
     def _record_link_event(self, event: RdmaEvent) -> None:
         """Record an RDMA event. The transport continues by itself on another path."""
         self.monitor.link(event, time.monotonic())
-        self.controller.emit_link_event(str(event))
+        self.controller.recorder.emit_now(EventKind.LINK, str(event))
 
     def _abort_by_control(self, error: BaseException) -> None:
         """End this rank's waits for messages after a failure of the control plane, which informs the other ranks itself."""

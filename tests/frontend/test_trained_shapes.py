@@ -91,7 +91,7 @@ def test_a_shape_gets_evaluation_graphs_with_its_first_evaluation_and_keeps_thos
         for given in (batch(8, 6), batch(10, 5), batch(12, 7)):
             assert torch.allclose(pipe.step(*given), in_parts(plain, given)[0], rtol=1e-6, atol=0)
         assert same_gradients(pipe, plain)
-        before = pipe.session.shapes.compiled()
+        before = pipe.session.batches.shapes.compiled()
         assert [(one.trains, one.evaluates) for one in before] == [(True, False)] * 4, "10 rows make two sizes"
         assert told(pipe) == [""] * 3
 
@@ -104,7 +104,7 @@ def test_a_shape_gets_evaluation_graphs_with_its_first_evaluation_and_keeps_thos
             assert torch.equal(pipe.eval_step(given[0]), expected[1]), "a call without targets"
         assert told(pipe)[3:] == [" for evaluation too", ""] * 2, "a call without targets has the stages of the one with them"
 
-        after = pipe.session.shapes.compiled()
+        after = pipe.session.batches.shapes.compiled()
         assert {id(one.train) for one in after} == {id(one.train) for one in before}, "nothing is differentiated again"
         assert sum(one.evaluates for one in after) == 3
         given = batch(10, 5)

@@ -19,8 +19,6 @@ MOST_ARGUMENTS = 9
 
 CLASSES = {
     "adaptra.equations.replicas.ReplicaEquations": 23,
-    "adaptra.frontend.session.Session": 18,
-    "adaptra.runtime.control.controller.Controller": 24,
     "adaptra.runtime.control.deciding.policy.Policy": 17,
     "adaptra.runtime.step_messages.shared_gradients.Gradients": 18,
     "adaptra.runtime.transports.c10d.c10d.C10dTransport": 16,
@@ -35,10 +33,8 @@ CLASSES = {
 
 FUNCTIONS = {
     "adaptra.frontend.api.compile": 14,
-    "adaptra.frontend.session.Session.__init__": 10,
     "adaptra.graph.compile.compile_stages": 12,
     "adaptra.report.live.LiveTable.update": 10,
-    "adaptra.runtime.control.controller.Controller.__init__": 14,
     "adaptra.runtime.devices.pack_kernel.copy_flat": 14,
     "adaptra.runtime.measuring.monitor.Monitor.message": 10,
     "adaptra.runtime.membership.membership.Membership.__init__": 10,

@@ -15,8 +15,8 @@ from strategies import cases
 
 import adaptra
 from adaptra.errors import PlanError
-from adaptra.frontend.activation_memory import limits_free
-from adaptra.frontend.first_plan import first_plan
+from adaptra.frontend.planned.activation_memory import limits_free
+from adaptra.frontend.planned.first_plan import first_plan
 from adaptra.planning.exact import solve_exactly
 from adaptra.planning.least_memory import WITHIN, plan_least_memory, spare_memory
 from adaptra.planning.planner import plan

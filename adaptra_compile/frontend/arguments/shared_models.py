@@ -63,7 +63,7 @@ class Sharing:
 
     def __init__(self, model: nn.Module | None, compiled: CompiledStages, placement: Sequence[int], launched: Launch) -> None:
         self.has_trained = False
-        self._session: weakref.ref[Any] | None = None
+        self._workers: weakref.ref[Any] | None = None
         self._own: Any = WeakTensorKeyDictionary()
         here = set(launched.ranks)
         is_alone = launched.job is None
@@ -103,9 +103,9 @@ class Sharing:
                     state[tied.name] = nn.Parameter(state[tied.name].detach().clone()) if copy is None else copy
         return found
 
-    def begin(self, session: Any) -> None:
-        """Record that the pipeline, a :class:`adaptra.frontend.session.Session`, runs from now on."""
-        self._session = weakref.ref(session)
+    def begin(self, workers: Any) -> None:
+        """Record that the pipeline runs, by :class:`adaptra.frontend.running.local_workers.LocalWorkers`, from now on."""
+        self._workers = weakref.ref(workers)
         for tensor, hold in self._own.items():
             others = [one for one in _HELD.get(tensor, ()) if one.sharing.is_open or one.version is not None]
             _HELD[tensor] = [*others, hold]
@@ -113,8 +113,8 @@ class Sharing:
     @property
     def is_open(self) -> bool:
         """Return whether the pipeline may still train."""
-        session = self._session and self._session()
-        return session is not None and session.is_open
+        workers = self._workers and self._workers()
+        return workers is not None and workers.is_open
 
     def require_alone(self, what: str) -> None:
         """Refuse to move tensors that another open pipeline uses, or that share memory.
@@ -143,9 +143,9 @@ class Sharing:
 
     def _copies(self, tensor: Tensor) -> Iterator[nn.Parameter]:
         for hold in _HELD.get(tensor, ()):
-            session: Any = hold.sharing._session and hold.sharing._session()
+            workers: Any = hold.sharing._workers and hold.sharing._workers()
             if hold.sharing.is_open:
-                held = (worker.state.get(hold.name) for worker in session.workers)
+                held = (worker.state.get(hold.name) for worker in workers.workers)
                 yield from (one for one in held if one is not None and one is not tensor)
                 return
 

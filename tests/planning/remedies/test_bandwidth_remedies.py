@@ -52,9 +52,12 @@ def case(cost: CostModel, microbatches: int = 12) -> Case:
 
 
 def remedies(
-    cost: CostModel, bandwidth: BandwidthOptions | None = None, **used: tuple[tuple[int, int], ...]
+    cost: CostModel,
+    bandwidth: BandwidthOptions | None = None,
+    spread: tuple[tuple[int, int], ...] = (),
+    rounded: tuple[tuple[int, int], ...] = (),
 ) -> Remedies | None:
-    return find_remedies(case(cost), plan(case(cost)), bandwidth=bandwidth or BandwidthOptions(), **used)
+    return find_remedies(case(cost), plan(case(cost)), spread, rounded, bandwidth=bandwidth or BandwidthOptions())
 
 
 @pytest.mark.parametrize("cost", [TEN, TEN.with_latency(1, 2, 600), TEN.with_occupancy(1, 2, 30)])

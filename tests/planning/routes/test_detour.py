@@ -59,6 +59,7 @@ def test_all_microbatches_go_round_narrow_and_late_links_of_several_edges() -> N
     case = replace(case, links={**case.links, (5, 6): WorkerLink(2.0, 0.2)})
     for base in (Routing.healthy(3, 4, 6), share_evenly(replace(case, slow={1: 2.0}), in_turns=False)):
         routing = around_links(case, base)
+        assert routing is not None
         links = crossing(routing)
         assert not any(links[ends] for ends in ((0, 1), (2, 3), (9, 10), (5, 6)))
         before = Counter(worker for route in base.routes for worker in route.workers for _ in route.microbatches)

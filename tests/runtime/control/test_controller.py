@@ -40,6 +40,8 @@ from adaptra.errors import ControlError, PeerLostError, PlanError
 from adaptra.passes.insert_comm import Channel, InsertComm
 from adaptra.program import Program
 from adaptra.program.schedules import one_f_one_b
+from adaptra.runtime.control.agreeing_ranks import AgreeingRanks
+from adaptra.runtime.control.callbacks import ControlCallbacks
 from adaptra.runtime.control.controller import Controller
 from adaptra.runtime.control.deciding.policy import ControllerOptions
 from adaptra.runtime.control.deciding.replanning import Planning, nothing_ahead
@@ -125,15 +127,12 @@ def controllers(
     common = store or dist.HashStore()
     started = [
         Controller(
-            rank,
-            RANKS,
+            AgreeingRanks(rank, RANKS),
             common,
             initial(rank),
             Planning(planner, ahead_of_need=ahead_of_need),
             options=options,
-            prepare=lambda plan, rank=rank: prepare(rank, plan),
-            on_event=journal.event,
-            on_error=on_error,
+            callbacks=ControlCallbacks(lambda plan, rank=rank: prepare(rank, plan), journal.event, on_error=on_error),
             first_step=first_step,
             relaying=relaying,
         )
@@ -681,7 +680,7 @@ def test_events_are_plain_data() -> None:
 def rank_process(rank: int, port: int) -> None:
     """One rank of the test below: trains until plan 2, and puts what it ran into the store."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
-    controller = Controller(rank, RANKS, dist.PrefixStore("control", store), plan_zero(), Planning(best))
+    controller = Controller(AgreeingRanks(rank, RANKS), dist.PrefixStore("control", store), plan_zero(), Planning(best))
     ran: list[int] = []
     while (plan := controller.plan_for(len(ran))).version < 2:
         controller.report(measurement(rank, len(ran), against(plan)))

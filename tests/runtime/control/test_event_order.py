@@ -33,7 +33,7 @@ def test_events_stay_when_the_cut_moves() -> None:
         optimizer = torch.optim.SGD(pipe.parameters())
         pipe.step(*batch)
         assert pipe._session is not None
-        pipe._session.workers[0].controller.emit_link_event("a port went down")
+        pipe._session.workers[0].controller.recorder.emit_now(EventKind.LINK, "a port went down")
         for split in (["middle.4"], ["middle.1"]):
             before = pipe.events
             pipe.take_split(split, optimizer)

@@ -53,6 +53,8 @@ def follow_costs(rank: int, port: int, onset: int, healed: int, after: tuple[int
     from controller_world import HEALTHY, RANKS, SLOW, best, measurement, plan_zero
 
     from adaptra.errors import PlanError
+    from adaptra.runtime.control.agreeing_ranks import AgreeingRanks
+    from adaptra.runtime.control.callbacks import ControlCallbacks
     from adaptra.runtime.control.controller import Controller
     from adaptra.runtime.control.deciding.replanning import Planning
 
@@ -65,7 +67,9 @@ def follow_costs(rank: int, port: int, onset: int, healed: int, after: tuple[int
     with pytest.MonkeyPatch.context() as patch:
         standing_by = StandingBy(patch)
         planning, control = Planning(search, draft=best), dist.PrefixStore("control", store)
-        controller = Controller(rank, RANKS, control, plan_zero(), planning, on_event=told.append)
+        controller = Controller(
+            AgreeingRanks(rank, RANKS), control, plan_zero(), planning, callbacks=ControlCallbacks(on_event=told.append)
+        )
         for step in range(healed + 6):
             if rank == 0 and step - 1 in after:
                 standing_by.wait()

@@ -397,13 +397,13 @@ def lose_a_rank(rank: int, lost_in: str) -> list[tuple[str, str] | None]:
     """What a rank raises, and what its pipeline says afterwards, when the one in the middle is lost in a move of a cut."""
     import torch.distributed as dist
 
-    from adaptra.frontend import session as built
+    from adaptra.frontend.running import reconfiguration as built
 
     dist.init_process_group("gloo")
     inputs, _, targets = MIXED.rows(ROWS, seed=0)
     with adaptra.compile(
         MIXED.make(), stages=3, microbatches=MICROBATCHES, example_inputs=(inputs, targets), loss=MIXED.loss,
-        split=["middle.1", "middle.4"], options=adaptra.Options(timeout=20.0 if lost_in == "regroup" else 3.0),
+        split=["middle.1", "middle.4"], options=adaptra.Options(timeout=20.0 if lost_in == "regroup" else 8.0),
     ) as pipe:  # fmt: skip
         pipe.step(inputs[0], targets)
         if rank == 1:

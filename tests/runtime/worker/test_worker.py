@@ -12,7 +12,7 @@ from torch.nn import functional
 from training import MIXED, adam, compiled, differences, run_step, train_alone
 
 import adaptra
-from adaptra.frontend import stage_planning as recipe
+from adaptra.frontend.planned import stage_planning
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.worker.step.rank_programs import MOST_PREPARED, RankPrograms
@@ -22,13 +22,12 @@ STEPS = 40
 
 
 def test_a_plan_beyond_the_memory_is_refused_and_nobody_switches(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner = recipe.plan
+    planner = stage_planning._better_plan
 
-    def careless(case: adaptra.Case, incumbent: Any = None, **limits: Any) -> adaptra.Program:
-        unlimited = replace(case, cost=replace(case.cost, memory_limit=None))
-        return planner(case if incumbent is None else unlimited, incumbent=incumbent, **limits)
+    def careless(seconds: float, share: float, case: adaptra.Case, incumbent: adaptra.Program) -> adaptra.Program:
+        return planner(seconds, share, replace(case, cost=replace(case.cost, memory_limit=None)), incumbent)
 
-    monkeypatch.setattr(recipe, "plan", careless)
+    monkeypatch.setattr(stage_planning, "_better_plan", careless)
     inputs, targets = torch.randn(8, 4), torch.randn(8, 4)
     refused: list[str] = []
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import adaptra
 from adaptra.errors import OptionError
-from adaptra.frontend.activation_memory import predicted_peaks, size_text
+from adaptra.frontend.planned.activation_memory import predicted_peaks, size_text
 from adaptra.graph.stages.stage_graphs import StageGraphs
 from adaptra.runtime.transports.base import Identity, Pending
 from adaptra.runtime.transports.local import LocalTransport

@@ -12,7 +12,7 @@ from models import EXAMPLES
 
 import adaptra
 from adaptra.errors import AdaptraError, OptionError, PlanError
-from adaptra.frontend.given_routes import routed_plan
+from adaptra.frontend.planned.given_routes import routed_plan
 from adaptra.graph import CompiledStages
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.planning.routes.job_planner import plan_job

@@ -9,7 +9,7 @@ from chained import compile_example
 from models import EXAMPLES
 
 import adaptra
-from adaptra.frontend.stage_planning import PipelineSpec, PlannedPipeline
+from adaptra.frontend.planned.stage_planning import PipelineSpec, PlannedPipeline
 from adaptra.runtime.control.deciding.job_planning import JobPlanning
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
 

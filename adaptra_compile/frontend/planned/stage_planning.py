@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
-from adaptra.frontend.activation_memory import in_bytes, limits_free, limits_within, predicted_peaks
 from adaptra.frontend.arguments.module_digests import module_digests
-from adaptra.frontend.first_plan import first_plan, two_phase_plan
-from adaptra.frontend.given_routes import changed_buffers, kept_at_home, routed_plan
+from adaptra.frontend.planned.activation_memory import in_bytes, limits_free, limits_within, predicted_peaks
+from adaptra.frontend.planned.first_plan import first_plan, two_phase_plan
+from adaptra.frontend.planned.given_routes import changed_buffers, kept_at_home, routed_plan
+from adaptra.frontend.planned.worker_factory import WorkerFactory
 from adaptra.frontend.shapes.shape_programs import ShapePrograms
-from adaptra.frontend.worker_factory import WorkerFactory
 from adaptra.graph import CompiledStages
 from adaptra.graph.estimated_cost import estimated_cost
 from adaptra.graph.inner_compiler import compiled_by

@@ -1,0 +1,1 @@
+"""From compiled stages to their memory, a first plan and the workers that run it."""

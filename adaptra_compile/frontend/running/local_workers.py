@@ -1,0 +1,265 @@
+"""The workers of this process: called all together, and ended for good once one has failed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
+from typing import TypeVar
+
+import torch
+
+from adaptra.errors import AdaptraError, PeerLostError, PipelineError
+from adaptra.frontend.arguments.shared_models import Sharing
+from adaptra.frontend.planned.stage_planning import PlannedPipeline
+from adaptra.graph import CompiledStages
+from adaptra.graph.capture.collectives import refuse_context_parallel
+from adaptra.graph.ops.autocast import refuse_autocast
+from adaptra.runtime.control.calls import Calls
+from adaptra.runtime.launch.launch import Launch
+from adaptra.runtime.reconfigure.consent import Consent, check_consents
+from adaptra.runtime.telemetry.recorder import Recorder
+from adaptra.runtime.worker.worker import Worker
+
+Result = TypeVar("Result")
+
+
+class LocalWorkers:
+    """The workers of this process, one per rank here. All of them run a call, and after a failure no further one.
+
+    Others begin in their place after a change of roles, of cut points or of the model.
+
+    Args:
+        planned: The planned pipeline with which the workers were started.
+        launched: The ranks of this process.
+        workers: One worker per rank of this process, in order of ranks.
+        recorder: The recorder of the workers' events.
+        sharing: The pipeline's use of the model's tensors.
+
+    Attributes:
+        planned, launched, workers: Those that run now.
+        sharing: As given.
+        calls: Compares the calls of all processes; None for one process.
+    """
+
+    def __init__(
+        self, planned: PlannedPipeline, launched: Launch, workers: Sequence[Worker], recorder: Recorder, sharing: Sharing
+    ) -> None:
+        self.sharing = sharing
+        self._failure: BaseException | None = None
+        self.calls: Calls | None = None
+        if launched.job is not None and launched.job.ranks > 1:
+            end_by = weakref.WeakMethod(self._end_by)
+            self.calls = Calls(launched.job.store, launched.job.rank, launched.job.ranks, lambda error: _call(end_by, error))
+            weakref.finalize(self, self.calls.close)
+        self.run_by(planned, launched, workers, recorder)
+        sharing.begin(self)
+
+    def _end_by(self, error: Exception) -> None:
+        """End all waits of this process, since ranks have called different methods."""
+        for worker in self.workers:
+            worker.abort(error)
+
+    def run_by(self, planned: PlannedPipeline, launched: Launch, workers: Sequence[Worker], recorder: Recorder) -> None:
+        """Run by these workers from now on. Those before them have ended: see :meth:`end`."""
+        self.planned = planned
+        self._threads = ThreadPoolExecutor(len(workers), "adaptra-rank") if len(workers) > 1 else None
+        self.launched = launched
+        self.workers = tuple(workers)
+        if self.calls is not None:
+            for worker in self.workers:
+                worker.explain = self.calls.explain
+        # Also if the process ends without a close, since the transports' threads must not outlive the interpreter.
+        self._end = weakref.finalize(self, _end, self.workers, self._threads, recorder, launched)
+
+    @property
+    def compiled(self) -> CompiledStages:
+        """The stages."""
+        return self.planned.compiled
+
+    @property
+    def have_copies(self) -> bool:
+        """Whether ranks of other processes have copies of this process's state, and all can compare them."""
+        return self.launched.job is not None and self.workers[0].shares_values and self.go_on
+
+    @property
+    def go_on(self) -> bool:
+        """Whether they have neither been closed nor failed."""
+        return self.is_open and self._failure is None
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether they have not been closed."""
+        return self._end.alive
+
+    def require_running(self) -> None:
+        """Refuse further calls after the end.
+
+        Raises:
+            PipelineError: The pipeline is closed or has failed.
+        """
+        if not self._end.alive and self._failure is None:
+            raise PipelineError("this pipeline is closed: call adaptra.compile for another one")
+        if self._failure is not None:
+            raise PipelineError(
+                "this pipeline has failed and can't go on: close it, call adaptra.compile again and load the last checkpoint; "
+                f"it failed by {type(self._failure).__name__}: {self._failure}"
+            ) from self._failure
+
+    @contextmanager
+    def at_the_door(self) -> Generator[None]:
+        """Check a batch within this context, before anything runs.
+
+        If all ranks are in this process, a refused batch changes nothing. Ranks of other processes may already wait for this
+        one's messages, so a refused batch then ends the pipeline on all of them.
+        """
+        self.require_running()
+        with self._reporting_errors(others_wait=not self.workers[0].is_alone):
+            refuse_autocast("a pipeline's step")
+            refuse_context_parallel("a pipeline's step")
+            yield
+
+    @contextmanager
+    def _reporting_errors(self, *, others_wait: bool) -> Generator[None]:
+        try:
+            yield
+        except Exception as error:
+            if self._threads is None and others_wait:
+                self._failure = error
+                self.workers[0].fail(error)
+            raise
+
+    def on_every_rank(self, run: Callable[[Worker], Result], call: str) -> list[Result]:
+        """Run a function on every worker of this process, each on its own thread, and wait for all.
+
+        Args:
+            run: The function to run.
+            call: The method of the pipeline that the user has called. All ranks call it.
+
+        Raises:
+            PipelineError: The pipeline is closed or has failed.
+            Exception: The error of the first worker that failed; the others' errors only say that it failed. The pipeline has
+                failed then.
+        """
+        self.require_running()
+        try:
+            with self.called(call):
+                found = self._run(run)
+            self.sharing.has_trained = self.workers[0].next_step > 0
+            return found
+        except BaseException as error:
+            self._failure = error
+            raise
+
+    def _run(self, run: Callable[[Worker], Result]) -> list[Result]:
+        if self._threads is None:
+            return [run(self.workers[0])]
+        run_as_here = _with_threads_of_this_one(run)
+        futures = [self._threads.submit(run_as_here, worker) for worker in self.workers]
+        try:
+            errors = [error for error in (future.exception() for future in futures) if error is not None]
+        except BaseException as error:
+            # Ctrl-C, for example, reaches this thread only, and the ranks would continue without it.
+            for worker in self.workers:
+                worker.abort(PipelineError(f"the step was interrupted: {type(error).__name__}"))
+            raise
+        if errors:
+            raise next((error for error in errors if not isinstance(error, PeerLostError)), errors[0])
+        return [future.result() for future in futures]
+
+    @contextmanager
+    def called(self, call: str) -> Generator[None]:
+        """Check within this context that the ranks of all processes call the same method: see :class:`Calls`."""
+        with nullcontext() if self.calls is None else self.calls.during(call):
+            yield
+
+    @contextmanager
+    def changing(self, what: str) -> Generator[None]:
+        """Fail the pipeline on any error in this context, since all ranks of the job make the change together."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+            if isinstance(error, RuntimeError) and not isinstance(error, AdaptraError):
+                self._failure = PeerLostError(f"{what}: a rank is lost: {error}")
+                raise self._failure from error
+            raise
+
+    def agreed(self, what: str, call: str, ready: Callable[[], tuple[Result, Consent]], timeout: float) -> Result:
+        """Prepare a move and wait until every rank of the job can move. Otherwise no rank moves.
+
+        Args:
+            what: The kind of move, for error texts.
+            call: The method of the pipeline that the user has called. All ranks call it.
+            ready: Prepares the move, and returns its result and this process's consent.
+            timeout: Seconds to wait for the other ranks.
+
+        Returns:
+            The result of ``ready``.
+
+        Raises:
+            StateError: A rank can't move. The pipeline continues as before.
+        """
+        job = self.launched.job
+
+        def meet(consent: Consent) -> list[str]:
+            if job is None:
+                return []
+            with self.called(call), self.changing(what):
+                return job.meet(timeout, self.workers[0].check, consent.encode())
+
+        try:
+            found, consent = ready()
+        except Exception as error:
+            meet(Consent.refused(error))
+            raise
+        check_consents(what, meet(consent))
+        return found
+
+    def end(self) -> None:
+        """End the workers, for others in their place."""
+        self._end()
+
+    def close(self) -> None:
+        """End all workers. It may be called again."""
+        if self.calls is not None:
+            self.calls.close(informs=True)
+        was_open = self._end.alive
+        self._end()
+        if was_open and self._failure is None and self.launched.job is not None:
+            self.launched.job.close()
+
+
+def _with_threads_of_this_one(run: Callable[[Worker], Result]) -> Callable[[Worker], Result]:
+    """Return the same function for another thread, with this thread's number of threads for kernels.
+
+    Libraries below torch, such as MKL, use torch's number only on threads on which it was set or read. On other threads they
+    use their own number, which changes the order of sums.
+    """
+    count = torch.get_num_threads()
+
+    def run_so(worker: Worker) -> Result:
+        if torch.get_num_threads() != count:
+            torch.set_num_threads(count)
+        return run(worker)
+
+    return run_so
+
+
+def _call(method: weakref.WeakMethod[Callable[[Exception], None]], error: Exception) -> None:
+    if (bound := method()) is not None:
+        bound(error)
+
+
+def _end(workers: Sequence[Worker], threads: ThreadPoolExecutor | None, recorder: Recorder, launched: Launch) -> None:
+    """Close all workers of this process."""
+    for worker in workers:
+        worker.leave()
+    for worker in workers:
+        worker.close()
+    if threads is not None:
+        threads.shutdown()
+    recorder.close()
+    if not any(worker.has_failed for worker in workers):
+        launched.end()

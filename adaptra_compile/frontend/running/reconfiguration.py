@@ -1,0 +1,308 @@
+"""Changes of a running pipeline between two steps: other roles, other cut points, or the model that has changed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import cache, partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from adaptra.collectives.seconds import SumPlan
+from adaptra.errors import AdaptraError, OptionError, PipelineError
+from adaptra.frontend.followed.following import Following
+from adaptra.frontend.planned.stage_planning import PipelineSpec, PlannedPipeline
+from adaptra.frontend.planned.worker_factory import open_recorder
+from adaptra.frontend.running.batches import Batches
+from adaptra.frontend.running.held_state import HeldState
+from adaptra.frontend.running.local_workers import LocalWorkers
+from adaptra.graph.compile import Captured
+from adaptra.graph.inner_compiler import prepare
+from adaptra.graph.stages.stages import TrainStage
+from adaptra.planning.layouts.layout_change import RoleChange, SplitChange
+from adaptra.planning.remedies.bandwidth_remedies import choose_split
+from adaptra.program.placement import stages_of
+from adaptra.program.roles import Roles
+from adaptra.runtime.control.calls import CHANGED_MODEL
+from adaptra.runtime.control.plans.events import EventKind
+from adaptra.runtime.exchange.state_transfer import Handover, exchange, gather_state, give_optimizer
+from adaptra.runtime.launch.agreement import agree
+from adaptra.runtime.launch.launch import Job, Launch
+from adaptra.runtime.reconfigure.agreement import RESTART_SECONDS, agree_on_roles, gather_costs, share_split
+from adaptra.runtime.reconfigure.consent import Consent
+from adaptra.runtime.reconfigure.cut_transfer import move_within, new_state, regroup
+from adaptra.runtime.reconfigure.transfers import Transfer, cut_transfers, role_transfers, senders_to, sent_by
+from adaptra.runtime.worker.stages.gradient_hooks import is_hooked
+from adaptra.simulation.cut_points import CutPoint, positions_of
+
+Result = TypeVar("Result")
+
+
+class Reconfiguration:
+    """Changes what the workers of all processes run, all of them at once or none. New workers go on at the same step.
+
+    Args:
+        spec: Plans a pipeline after a change of its stages.
+        local: The workers of this process.
+        batches: Begin anew with other stages.
+        held: The state of this process's stages.
+        following: Notices changes of the model; None if the caller does.
+    """
+
+    def __init__(
+        self, spec: PipelineSpec, local: LocalWorkers, batches: Batches, held: HeldState, following: Following | None
+    ) -> None:
+        self._spec = spec
+        self._local = local
+        self._batches = batches
+        self._held = held
+        self._following = following
+
+    def take_roles(self, after: Roles, optimizer: torch.optim.Optimizer) -> None:
+        """Change the ranks' roles: see :meth:`adaptra.frontend.api.Pipeline.take_roles`."""
+        job, before = self._replicated()
+        if (after.stages, len(after.ranks)) != (before.stages, len(before.ranks)):
+            raise OptionError(
+                f"roles of {len(after.ranks)} ranks and {after.stages} stages: expected {len(before.ranks)} and {before.stages}"
+            )
+        if after == before:
+            return
+        (worker,) = self._local.workers
+        moving = role_transfers(before, after)
+        receivers, senders = sent_by(job.rank, moving), senders_to(job.rank, moving)
+        graphs = self._stages_of(after.of(job.rank)[1], self._local.compiled.train)
+
+        def ready() -> tuple[dict[int, Handover], Consent]:
+            (held,) = self._leaving("roles", optimizer)
+            for stage in graphs:
+                prepare(stage)
+            leaving = dict.fromkeys(receivers, held)
+            return leaving, Consent.to(len(optimizer.param_groups), leaving)
+
+        leaving = self._agreed("roles", "take_roles", ready)
+        with self._restarting("roles", partial(job.join, after)) as (launched, opened):
+            self._local.end()
+            state = worker.state
+            if senders:
+                arrived = exchange(leaving, senders, job.everyone)
+                state = new_state(graphs, {}, arrived)
+                give_optimizer(optimizer, arrived, state)
+            self._start(self._local.planned, launched, [state], opened)
+
+    def settle_roles(self, optimizer: torch.optim.Optimizer, horizon: int) -> RoleChange | None:
+        """Change to better roles if there are any: see :meth:`adaptra.frontend.api.Pipeline.settle_roles`."""
+        job, roles = self._replicated()
+        (worker,) = self._local.workers
+        if not worker.measured:
+            raise PipelineError("no step has run yet: roles are settled by what steps took")
+        (held,) = self._agreed("roles", "settle_roles", lambda: (self._leaving("roles", optimizer), Consent()))
+        with self._local.called("settle_roles"), self._local.changing("roles"):
+            case, measured, reduce = worker.initial.case, tuple(worker.measured), self._spec.options.reduce
+            sums = SumPlan(reduce.algorithm, reduce.bucket)
+            change = agree_on_roles(job.everyone, roles, self._local.compiled.train, case, measured, held, horizon, sums)
+        if change is not None:
+            self.take_roles(change.after, optimizer)
+            (worker,) = self._local.workers
+            worker.controller.recorder.emit_change(change)
+        return change
+
+    def take_split(self, split: Sequence[str], optimizer: torch.optim.Optimizer) -> None:
+        """Move the cut points: see :meth:`adaptra.frontend.api.Pipeline.take_split`."""
+        captured = self._captured()
+        self._take_cut(self._cut(captured, captured.positions(split)), optimizer)
+
+    def settle_split(self, optimizer: torch.optim.Optimizer, horizon: int) -> SplitChange | None:
+        """Move to a better cut point if there is one: see :meth:`adaptra.frontend.api.Pipeline.settle_split`."""
+        captured, (worker, *_) = self._captured(), self._local.workers
+        cut = cache(partial(self._cut, captured))  # used to check that the model can be cut, then to change to it
+        if not worker.measured:
+            raise PipelineError("no step has run yet: a split is settled by what steps took")
+        held = self._agreed("split", "settle_split", lambda: (self._leaving("split", optimizer), Consent()))
+        with self._local.called("settle_split"), self._local.changing("split"):
+            job, plan = self._local.launched.job, worker.plan
+            group = None if job is None else job.everyone
+            known, bytes_per_byte = gather_costs(group, plan.case.cost, worker.controller.measured_cost, held)
+
+            def moving(places: Sequence[CutPoint]) -> tuple[float, float] | None:
+                began = time.monotonic()
+                try:
+                    stages = cut(positions_of(places)).compiled.train
+                except AdaptraError:
+                    return None  # for example, two stages would change one buffer
+                names = {one.item for one in self._cut_transfers(stages)}
+                moved = bytes_per_byte * sum(captured.sizes[name] for name in names)
+                return RESTART_SECONDS + time.monotonic() - began, moved
+
+            decided: tuple[SplitChange, tuple[CutPoint, ...]] | None = None
+            if known is not None and (job is None or job.rank == 0):
+                case = replace(plan.case, cost=known)
+                routed = None if plan.program.is_one_pipeline else plan.predicted
+                running = plan.program, plan.delegated, plan.rounded
+                decided = choose_split(case, *running, self._local.planned.bandwidth, horizon, moving, routed)
+            decided = share_split(group, decided, self._local.compiled.cut_points)
+        if decided is None:
+            return None
+        change, places = decided
+        self._take_cut(cut(positions_of(places)), optimizer)
+        for one in self._local.workers:
+            one.controller.recorder.emit_change(change)
+        return change
+
+    def _captured(self) -> Captured:
+        self._local.require_running()
+        captured = self._local.compiled.captured
+        if captured is None or not self._local.compiled.with_loss:
+            raise OptionError(
+                "split: the stages were given as modules, or the model's function returns no loss: expected a pipeline that "
+                "adaptra.compile cut itself, which can be cut again"
+            )
+        return captured
+
+    def _cut(self, captured: Captured, positions: tuple[int, ...]) -> PlannedPipeline:
+        return self._spec.prepare(captured.cut(positions))
+
+    def _cut_transfers(self, after: Sequence[TrainStage]) -> list[Transfer[str]]:
+        """Return the transfers within this process's pipeline to the stages of another cut."""
+        replicas, roles, placement = self._local.launched.replicas, self._local.launched.roles, self._spec.placement
+        row = range(len(placement)) if roles is None else roles.pipeline(0 if replicas is None else replicas.index)
+        ranks = [row[rank] for rank in placement]
+        names_before, names_after = ([one.state_names for one in stages] for stages in (self._local.compiled.train, after))
+        return cut_transfers(names_before, names_after, ranks)
+
+    def _take_cut(self, after: PlannedPipeline, optimizer: torch.optim.Optimizer) -> None:
+        """Continue with other stages. Every check that may refuse the change runs before anything ends."""
+        stages = after.compiled.train
+        if after.compiled.cut_points.chosen == self._local.compiled.cut_points.chosen:
+            return
+        states: list[Mapping[str, Tensor]] = [worker.state for worker in self._local.workers]
+        before = [one for state in states for one in state.values()]
+        moving = self._cut_transfers(stages)
+        job = self._local.launched.job
+
+        def ready() -> tuple[tuple[list[Handover], dict[int, Handover]], Consent]:
+            held = self._leaving("split", optimizer)
+            for stage in (one for worker in self._local.workers for one in self._stages_of(worker.rank, stages)):
+                prepare(stage)
+            receivers = {} if job is None else sent_by(job.rank, moving)
+            leaving = {receiver: held[0].part(names) for receiver, names in receivers.items()}
+            return (held, leaving), Consent.to(len(optimizer.param_groups), leaving)
+
+        held, leaving = self._agreed("split", "take_split", ready)
+        with self._restarting("split", self._local.launched.again) as (launched, opened):
+            if job is not None:
+                agree(launched.transports[0], "pipeline", after.facts(), self._spec.options.timeout)
+            self._local.end()
+            if job is None:
+                by_rank = [self._stages_of(worker.rank, stages) for worker in self._local.workers]
+                states, arrived = move_within(held, states, by_rank, moving)
+            else:
+                arrived = [exchange(leaving, senders_to(job.rank, moving), job.everyone)]
+            made = [
+                new_state(self._stages_of(worker.rank, stages), state, one)
+                for worker, state, one in zip(self._local.workers, states, arrived, strict=True)
+            ]
+            regroup(optimizer, before, made, arrived)
+            self._start(after, launched, made, opened)
+
+    def follow(self, *, evaluates: bool = False) -> nn.Module | None:
+        """Compile anew if the model has changed, and return it then. All ranks call it, before a step or an evaluation.
+
+        Raises:
+            As :meth:`adaptra.frontend.followed.following.Following.changed`.
+        """
+        following, states = self._following, [worker.state for worker in self._local.workers]
+        found = None if following is None else following.changed(self._local.compiled, states, evaluates=evaluates)
+        if following is None or found is None:
+            return None
+        began = time.monotonic()
+        placed = [list(stages_of(worker.rank, self._spec.placement)) for worker in self._local.workers]
+        after = following.compiled(found, self._local.compiled, self._batches.shapes.compiled(), states, placed)
+        if after is not None:
+            self._take_model(self._spec.prepare(after.stages), after.states, f"{CHANGED_MODEL}: {found}")
+            for worker in self._local.workers[:1] if self._local.workers[0].rank == 0 else ():
+                worker.controller.recorder.emit_now(
+                    EventKind.COMPILED, f"a changed model in {time.monotonic() - began:.2f} s: {found}"
+                )
+        self._batches.recompile = following.accepted(self._batches.recompile, self._local.workers[0].next_step)
+        if after is not None and after.is_replaced:
+            self._held.align_copies()
+        return following.model()
+
+    def _take_model(self, after: PlannedPipeline, states: Sequence[Mapping[str, Tensor]], call: str) -> None:
+        """Continue with other stages of the same cut. No state moves between processes."""
+
+        def ready() -> tuple[None, Consent]:
+            for stage in (one for worker in self._local.workers for one in self._stages_of(worker.rank, after.compiled.train)):
+                prepare(stage)
+            return None, Consent()
+
+        self._agreed("change", call, ready)
+        with self._restarting("change", self._local.launched.again) as (launched, opened):
+            if self._local.launched.job is not None:
+                agree(launched.transports[0], "pipeline", after.facts(), self._spec.options.timeout)
+            self._local.end()
+            self._start(after, launched, states, opened, has_moved=False)
+
+    def _start(
+        self,
+        planned: PlannedPipeline,
+        launched: Launch,
+        states: Sequence[Mapping[str, Tensor]],
+        opened: ExitStack,
+        *,
+        has_moved: bool = True,
+    ) -> None:
+        """Continue with new workers at the step at which the old ones ended. ``opened`` then no longer closes anything."""
+        recorder = open_recorder(self._spec.options, launched)
+        opened.callback(recorder.close)
+        (before, *_) = self._local.workers
+        workers = planned.factory.workers(launched, recorder, states, planned.initial, before.next_step)
+        for worker, earlier in zip(workers, self._local.workers, strict=True):
+            worker.steps_before = before.steps_before
+            worker.controller.go_on_after(earlier.controller)
+        opened.pop_all()
+        self._local.run_by(planned, launched, workers, recorder)
+        self._batches.begin()
+        if has_moved:
+            self._local.sharing.moved(states)
+
+    @contextmanager
+    def _restarting(self, what: str, join: Callable[[], Launch]) -> Generator[tuple[Launch, ExitStack]]:
+        """Yield the connections of new workers, and a stack that closes them unless :meth:`_start` is reached."""
+        with self._local.called(f"take_{what}"), self._local.changing(what), ExitStack() as opened:
+            launched = join()
+            for transport in launched.transports:
+                opened.callback(transport.close)
+            yield launched, opened
+
+    def _replicated(self) -> tuple[Job, Roles]:
+        self._local.require_running()
+        job, roles = self._local.launched.job, self._local.launched.roles
+        if job is None or roles is None:
+            raise OptionError("roles: this job has one replica: expected several, whose ranks can change places")
+        return job, roles
+
+    def _stages_of(self, rank: int, stages: Sequence[TrainStage]) -> list[TrainStage]:
+        """Return those of a pipeline's stages that are on one of its ranks."""
+        return [stages[stage] for stage in stages_of(rank, self._spec.placement)]
+
+    def _leaving(self, what: str, optimizer: torch.optim.Optimizer) -> list[Handover]:
+        """Return the state that each stage of this process would transfer."""
+        self._local.sharing.require_alone(what)
+        hooked = next(
+            (name for worker in self._local.workers for name, one in worker.trainable.items() if is_hooked(one)), None
+        )
+        if hooked is not None:
+            raise OptionError(
+                f"{what}: {hooked} has a gradient hook, which stays with this process: expected parameters without hooks where "
+                "they move between ranks; remove it by its handle, and register it of pipe.parameters() afterwards"
+            )
+        return [gather_state(worker.state, optimizer) for worker in self._local.workers]
+
+    def _agreed(self, what: str, call: str, ready: Callable[[], tuple[Result, Consent]]) -> Result:
+        """Prepare a move and wait until every rank can make it: see :meth:`.local_workers.LocalWorkers.agreed`."""
+        return self._local.agreed(what, call, ready, self._spec.options.timeout)

@@ -1,0 +1,107 @@
+"""A running pipeline: its parts in this process, each with one subject."""
+
+from __future__ import annotations
+
+from adaptra.frontend.followed.following import Following
+from adaptra.frontend.losses.batch_look import BatchLook
+from adaptra.frontend.planned.stage_planning import PipelineSpec
+from adaptra.frontend.running.batches import Batches
+from adaptra.frontend.running.held_state import HeldState
+from adaptra.frontend.running.local_workers import LocalWorkers
+from adaptra.frontend.running.reconfiguration import Reconfiguration
+from adaptra.frontend.saved.model_names import ModelNames
+from adaptra.frontend.shapes.recompile import Recompile
+from adaptra.graph import CompiledStages
+from adaptra.planning.remedies.bandwidth_remedies import BandwidthOptions
+from adaptra.runtime.launch.launch import Launch
+from adaptra.runtime.worker.worker import Worker
+
+
+class Session:
+    """A compiled pipeline that runs in this process.
+
+    Args:
+        spec: Plans a pipeline after a change of cut points.
+        local: The workers of this process.
+        names: What the model's state_dict has beside its tensors.
+        recompile: Compiles the model for batches of other shapes; None if it can't be.
+        look: Looks at each batch of a step; None if no mean of microbatches is taken.
+        following: Notices changes of the model; None if the caller does.
+
+    Attributes:
+        local: As given: calls of all workers, and the end after a failure.
+        batches: The batches in microbatches.
+        held: The state of this process's stages.
+        changes: Changes of roles, of cut points and of the model.
+        look: As given.
+        reduction: How the losses of microbatches are reduced to that of the batch.
+        microbatches: Microbatches per step.
+    """
+
+    def __init__(
+        self,
+        spec: PipelineSpec,
+        local: LocalWorkers,
+        names: ModelNames,
+        recompile: Recompile | None = None,
+        look: BatchLook | None = None,
+        following: Following | None = None,
+    ) -> None:
+        self._spec = spec
+        self.local = local
+        self.look = look
+        self.reduction = spec.reduction
+        self.microbatches = spec.microbatches
+        self.batches = Batches(spec, local, recompile)
+        self.held = HeldState(local, names, spec.options.timeout)
+        self.changes = Reconfiguration(spec, local, self.batches, self.held, following)
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """One worker per rank of this process, in order of ranks."""
+        return self.local.workers
+
+    @property
+    def launched(self) -> Launch:
+        """The ranks of this process."""
+        return self.local.launched
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether the ranks are processes, each with a part of what a step returns."""
+        return self.launched.job is not None
+
+    @property
+    def compiled(self) -> CompiledStages:
+        """The stages."""
+        return self.local.compiled
+
+    @property
+    def has_padded_ops(self) -> bool:
+        """Whether ops sleep: on emulated devices, or by faults that slow workers."""
+        options = self._spec.options
+        return options.emulate is not None or any(one.split()[:1] == ["slow"] for one in options.faults)
+
+    @property
+    def bandwidth(self) -> BandwidthOptions:
+        """The remedies available against edges whose bandwidth limits the step."""
+        return self.local.planned.bandwidth
+
+    @property
+    def alone(self) -> tuple[str, ...]:
+        """Lines that say which microbatches no other replica computes, and why."""
+        return self.local.planned.alone
+
+    @property
+    def training_step(self) -> int:
+        """The number of steps of the training, including those of earlier pipelines that it continues."""
+        return self.workers[0].training_step
+
+    def go_on_at(self, step: int) -> None:
+        """Set the number of the next step of the training, on which random numbers depend."""
+        for worker in self.workers:
+            worker.steps_before = step - worker.next_step
+
+    def close(self) -> None:
+        """End all workers. It may be called again."""
+        self.local.close()
