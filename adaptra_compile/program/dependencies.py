@@ -94,18 +94,20 @@ def needs(op: Op, program: Program, lowered: bool, hands_over: bool = True, chan
             hands the buffers over. These messages are no ops of a program.
     """
     found: list[Need] = []
-    here = program.holder(op.replica, op.stage, op.microbatch)
+    paths = program.routing.path_of[op.replica]
+    path = paths[op.microbatch]
+    here = path[op.stage]
     for offset, kinds, later in RULE[op.kind]:
         stage = op.stage + offset
         if not 0 <= stage < program.stages:
             continue
-        crosses = offset != 0 and program.holder(op.replica, stage, op.microbatch) != here
+        crosses = offset != 0 and path[stage] != here
         if crosses and lowered and op.kind.is_compute:
             found.append(Need(op.stage, (RECEIVED_BY[offset],), op.microbatch, op.replica))
         else:
             found.append(Need(stage, kinds, op.microbatch + later, op.replica))
     before = op.microbatch - 1
-    continues = before >= 0 and op.kind.is_compute and program.holder(op.replica, op.stage, before) != here
+    continues = before >= 0 and op.kind.is_compute and paths[before][op.stage] != here
     if continues and hands_over and op.kind in WEIGHT_GRADIENT:
         if lowered:
             found.append(Need(op.stage, (Kind.RECV_W,), op.microbatch, op.replica))
