@@ -397,7 +397,7 @@ def lose_a_rank(rank: int, lost_in: str) -> list[tuple[str, str] | None]:
     """What a rank raises, and what its pipeline says afterwards, when the one in the middle is lost in a move of a cut."""
     import torch.distributed as dist
 
-    from adaptra.frontend import session as built
+    from adaptra.frontend.running import reconfiguration as built
 
     dist.init_process_group("gloo")
     inputs, _, targets = MIXED.rows(ROWS, seed=0)

@@ -12,7 +12,7 @@ from torch.nn import functional
 from training import MIXED, adam, compiled, differences, run_step, train_alone
 
 import adaptra
-from adaptra.frontend import stage_planning as recipe
+from adaptra.frontend.planned import stage_planning as recipe
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.worker.step.rank_programs import MOST_PREPARED, RankPrograms
