@@ -235,12 +235,13 @@ class Monitor:
         """Record the mark of the rank's clock at which the rank could begin its first op, but for that op's message."""
         self._first.ready = mark
 
-    def ranks_met(self) -> None:
-        """Record that ranks of the pipeline have waited for each other since the last step.
+    def meet(self, *, all_ranks: bool) -> None:
+        """Record that ranks of the pipeline wait for each other between the last step and the next one.
 
-        The next step began for all of them after that, so it does not show what REDUCE of one rank cost.
+        The next step begins for them after that, so it does not show what the end of the last one cost a rank. If all meet, it
+        is behind a barrier.
         """
-        self._between.is_nothing = False
+        self._between = _Between(has_met=self._between.has_met or all_ranks)
 
     def op(self, op: Op, start: Any, end: Any) -> None:
         """Record that a compute op ran between two marks of the rank's clock."""
@@ -284,10 +285,6 @@ class Monitor:
     def reduce(self, start: Any, end: Any, nbytes: int) -> None:
         """Record that the step's gradients were added over the replicas between two marks, and their bytes."""
         self._reduce = start, end, nbytes
-
-    def meet(self) -> None:
-        """Record that the rank meets all others before the next step."""
-        self._between.has_met = True
 
     def end_step(self, step: int, start: float, end: float, shape: int = 0) -> StepMeasurement:
         """Condense the step that ran from ``start`` to ``end``, keep its records and begin the next step.

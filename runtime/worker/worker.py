@@ -363,14 +363,12 @@ class Worker:
 
     def gradient_norm(self, norm_type: float) -> Tensor:
         """Return the norm of all stages' gradients after the last step, the same on every rank; all ranks call it."""
-        self.monitor.meet()
-        with self._meeting():
+        with self._meeting(all_ranks=True):
             return self._parts.norms.total(self._step - 1, norm_type, self._options.timeout)
 
     def found_anywhere(self, found: bool) -> bool:
         """Return True if ``found`` is true on any rank after the last step; all ranks call it."""
-        self.monitor.meet()
-        with self._meeting():
+        with self._meeting(all_ranks=True):
             return self._parts.norms.found_anywhere(self._step - 1, found, self._options.timeout)
 
     def evaluate(
@@ -600,9 +598,9 @@ class Worker:
             raise cause from error
 
     @contextmanager
-    def _meeting(self) -> Generator[None]:
+    def _meeting(self, *, all_ranks: bool = False) -> Generator[None]:
         """Enclose a call between steps in which ranks of the pipeline wait for each other; errors as in a step."""
-        self.monitor.ranks_met()
+        self.monitor.meet(all_ranks=all_ranks)
         with self._reporting_errors():
             yield
 

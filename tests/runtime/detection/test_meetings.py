@@ -41,7 +41,7 @@ def test_the_monitor_tells_it_of_the_next_step_and_of_that_one_only() -> None:
         monitor.begin_step()
         measured.append(monitor.end_step(step, 0.0, 1.0).has_met)
         if step == 1:
-            monitor.meet()
+            monitor.meet(all_ranks=True)
     assert measured == [False, False, True, False]
 
 

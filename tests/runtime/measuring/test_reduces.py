@@ -248,7 +248,7 @@ def failed_early(monitor: Monitor) -> None:
 
 
 def clipped(monitor: Monitor) -> None:
-    monitor.ranks_met()
+    monitor.meet(all_ranks=False)
 
 
 @pytest.mark.parametrize("between", [evaluated, failed, failed_early, clipped])
