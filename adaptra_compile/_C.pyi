@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from adaptra.program import Kind, Op, Program
-from adaptra.program.dependencies import Row
+from adaptra.program.dependencies import Row, When
 from adaptra.simulation.cost import Case, CostModel
 
 @final
@@ -98,6 +98,9 @@ class Job:
         holder: Sequence[int],
         home: Sequence[int],
         columns: Sequence[Sequence[int]],
+        rule: Mapping[Kind, Sequence[Row]],
+        kinds: Sequence[Kind],
+        whens: Sequence[When],
     ) -> None: ...
 
 @final

@@ -133,7 +133,8 @@ schedule::Problem to_problem(nb::handle owner, nb::handle model) {
   return problem;
 }
 
-// adaptra.program.dependencies.RULE, without the rows of communication ops.
+// adaptra.program.dependencies.RULE, without the rows of communication ops and those that count between two workers of a stage,
+// as one pipeline has none.
 schedule::Rule to_rule(const nb::dict& table) {
   const Kinds kinds;
   schedule::Rule rule;
@@ -141,6 +142,7 @@ schedule::Rule to_rule(const nb::dict& table) {
     schedule::Kind kind;
     if (!kinds.find(member.ptr(), kind)) continue;
     for (const nb::handle row : rows) {
+      if (nb::cast<std::int32_t>(nb::getattr(row, "later")) != 0) continue;
       std::uint8_t mask = 0;
       for (const nb::handle met_by : nb::getattr(row, "kinds")) {
         schedule::Kind producer;

@@ -1,29 +1,44 @@
-"""The dependency rule, written once: the ops that each kind of op needs before it can start.
+"""The dependency rule: the ops that each kind of op needs before it can start.
 
-The rule is a table. The verifier, the passes and the runtime read it here, and the C++ simulator gets the same rows. A row has
-a kind, an offset, a list of kinds and ``later``. An op of this kind on stage ``s`` and microbatch ``m`` needs another op: one
-of the listed kinds on stage ``s + offset`` and microbatch ``m + later``. A need before the first or after the last stage does
-not exist. A message meets a need with an offset. In a lowered program this message is the RECV op, if the stages are on
-different ranks.
+The rule is a table. The verifier, the passes and the runtime read it here, and the simulators in C++ get the same rows. A row
+has a kind, an offset, a list of kinds, ``later`` and ``when``. An op of this kind on stage ``s`` and microbatch ``m`` needs
+another op: one of the listed kinds on stage ``s + offset`` and microbatch ``m + later``. A need before the first microbatch,
+or before the first or after the last stage, does not exist. A message meets a need with an offset. In a lowered program this
+message is the RECV op, if the stages are on different ranks.
 
 Where a microbatch's W is on another worker than the one before it, the accumulator is handed over between them. A message
-meets that need too. So weight gradients are added in microbatch order whoever computes them.
+meets that need too. So weight gradients are added in microbatch order whoever computes them. Rows with such a ``when`` count
+between two workers only, since a worker runs each stage's W and F in microbatch order anyway.
+
+The search that inserts ops of lost workers, and lower bounds, are written for the kinds and rows that the table has today.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container
+from enum import Enum
 from typing import Final, NamedTuple
 
 from adaptra.program import Kind, Op, Program
 
 
+class When(Enum):
+    """When a row of the rule counts."""
+
+    ALWAYS = "always"
+    HANDED_OVER = "handed over"
+    """Between two workers, if accumulators of weight gradients are handed over."""
+    CHANGING = "changing"
+    """Between two workers, on a stage whose forwards change buffers."""
+
+
 class Row(NamedTuple):
-    """One row of the rule: the kinds that meet a need, and their stage and microbatch relative to the op's own."""
+    """One row of the rule: the kinds that meet a need, their stage and microbatch relative to the op's own, and its time."""
 
     offset: int
     kinds: tuple[Kind, ...]
     later: int = 0
+    when: When = When.ALWAYS
 
 
 class Need(NamedTuple):
@@ -49,10 +64,10 @@ WEIGHT_GRADIENT: Final = (Kind.W, Kind.B)
 """The kinds that add to a stage's accumulator of weight gradients."""
 
 RULE: Final[dict[Kind, tuple[Row, ...]]] = {
-    Kind.F: (Row(-1, (Kind.F,)),),
+    Kind.F: (Row(-1, (Kind.F,)), Row(0, (Kind.F,), -1, When.CHANGING)),
     Kind.I: (Row(0, (Kind.F,)), Row(+1, INPUT_GRADIENT)),
-    Kind.B: (Row(0, (Kind.F,)), Row(+1, INPUT_GRADIENT)),
-    Kind.W: (Row(0, (Kind.I,)),),
+    Kind.B: (Row(0, (Kind.F,)), Row(+1, INPUT_GRADIENT), Row(0, WEIGHT_GRADIENT, -1, When.HANDED_OVER)),
+    Kind.W: (Row(0, (Kind.I,)), Row(0, WEIGHT_GRADIENT, -1, When.HANDED_OVER)),
     Kind.SEND_F: (Row(0, (Kind.F,)),),
     Kind.SEND_B: (Row(0, INPUT_GRADIENT),),
     Kind.RECV_F: (Row(-1, (Kind.SEND_F,)),),
@@ -95,26 +110,21 @@ def needs(op: Op, program: Program, lowered: bool, hands_over: bool = True, chan
     """
     found: list[Need] = []
     paths = program.routing.path_of[op.replica]
-    path = paths[op.microbatch]
-    here = path[op.stage]
-    for offset, kinds, later in RULE[op.kind]:
-        stage = op.stage + offset
-        if not 0 <= stage < program.stages:
+    here = paths[op.microbatch][op.stage]
+    for offset, kinds, later, when in RULE[op.kind]:
+        stage, microbatch = op.stage + offset, op.microbatch + later
+        if not 0 <= stage < program.stages or microbatch < 0:
             continue
-        crosses = offset != 0 and path[stage] != here
+        crosses = paths[microbatch][stage] != here
+        if when is not When.ALWAYS and not (crosses and (hands_over if when is When.HANDED_OVER else stage in changing)):
+            continue
+        received = None
         if crosses and lowered and op.kind.is_compute:
-            found.append(Need(op.stage, (RECEIVED_BY[offset],), op.microbatch, op.replica))
+            received = Kind.RECV_W if when is When.HANDED_OVER else RECEIVED_BY.get(offset)
+        if received is None:
+            found.append(Need(stage, kinds, microbatch, op.replica))
         else:
-            found.append(Need(stage, kinds, op.microbatch + later, op.replica))
-    before = op.microbatch - 1
-    continues = before >= 0 and op.kind.is_compute and paths[before][op.stage] != here
-    if continues and hands_over and op.kind in WEIGHT_GRADIENT:
-        if lowered:
-            found.append(Need(op.stage, (Kind.RECV_W,), op.microbatch, op.replica))
-        else:
-            found.append(Need(op.stage, WEIGHT_GRADIENT, before, op.replica))
-    if continues and op.kind is Kind.F and op.stage in changing:
-        found.append(Need(op.stage, (Kind.F,), before, op.replica))
+            found.append(Need(op.stage, (received,), op.microbatch, op.replica))
     return tuple(found)
 
 

@@ -147,7 +147,7 @@ def _flow(
     ids: Iterator[int],
 ) -> Iterator[dict[str, Any]]:
     """Yield the arrow from producer through message to consumer. Its points are in the middle of slices, to be unambiguous."""
-    ((_, producers, _),) = RULE[message.kind]
+    ((_, producers, *_),) = RULE[message.kind]
     consumers = (Kind.F,) if message.kind is Kind.SEND_F else producers
     ends = [
         next((middle[key] for kind in kinds if (key := (message.replica, stage, kind, message.microbatch)) in middle), None)

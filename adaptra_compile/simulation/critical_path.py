@@ -94,9 +94,7 @@ class _Causes:
         return producer
 
     def _inputs(self, op: Op) -> list[MessageInterval]:
-        keys = [
-            (SENT_BY[RECEIVED_BY[offset]], op.stage + offset, op.microbatch) for offset, _, _ in RULE[op.kind] if offset != 0
-        ]
+        keys = [(SENT_BY[RECEIVED_BY[offset]], op.stage + offset, op.microbatch) for offset, *_ in RULE[op.kind] if offset != 0]
         return [self._sent[key] for key in keys if key in self._sent]
 
     def _held_ranks(self, message: MessageInterval) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 // hold, without Python.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -20,6 +21,22 @@ struct JobOp {
 
 using JobOrder = std::vector<JobOp>;
 
+// When a row counts, as adaptra.program.dependencies.When says.
+enum class When : std::uint8_t { Always, HandedOver, Changing };
+
+// One row of adaptra.program.dependencies.RULE: what an op of the row's kind needs. That is an op of one of `kinds`, `offset`
+// stages further and `later` microbatches later.
+struct JobRow {
+  std::int32_t offset;
+  std::vector<JobKind> kinds;
+  std::int32_t later;
+  When when;
+};
+
+// The rows of each kind that occupies a worker, but for Reduce and Step.
+constexpr std::size_t kRuledKinds = 4;
+using JobRule = std::array<std::vector<JobRow>, kRuledKinds>;
+
 // The directed link between two workers. A message departs once its link and both ports are free, and keeps each of them busy
 // for its occupancy. It arrives when the last of them is free again, plus the latency.
 struct Link {
@@ -31,6 +48,7 @@ struct Link {
 
 // The same meaning and units as adaptra.simulation.job_case.JobCase.
 struct Job {
+  JobRule rule;
   std::int32_t replicas = 0, stages = 0, microbatches = 0, workers = 0;
   std::vector<double> forward, input_grad, weight_grad, step, reduce;  // per stage
   std::vector<double> slow;                                            // per worker: the factor on its op times

@@ -30,10 +30,7 @@ void Network::number(const JobOp& op) {
   const auto node = static_cast<std::int32_t>(nodes.size());
   nodes.push_back({});
   if (op.kind == JobKind::Reduce || op.kind == JobKind::Step) return;
-  const std::size_t at = job.index(op.replica, op.stage, op.microbatch);
-  if (op.kind == JobKind::F) made_[kForward][at] = node;
-  if (op.kind == JobKind::I || op.kind == JobKind::B) made_[kInputGrad][at] = node;
-  if (op.kind == JobKind::W || op.kind == JobKind::B) made_[kWeightGrad][at] = node;
+  made_[static_cast<std::size_t>(op.kind)][job.index(op.replica, op.stage, op.microbatch)] = node;
 }
 
 void Network::connect(JobNode& node, const JobOp& op, std::int32_t worker) {
@@ -42,26 +39,32 @@ void Network::connect(JobNode& node, const JobOp& op, std::int32_t worker) {
   node.stage = op.stage;
   node.kind = op.kind;
   node.duration = job.duration(op.stage, op.kind) * job.slow[static_cast<std::size_t>(worker)];
+  if (op.kind == JobKind::Reduce || op.kind == JobKind::Step) return;
   auto next = node.needs.begin();
-  const auto need = [&](Made made, std::int32_t stage, std::int32_t microbatch, bool is_handed_over = false) {
+  for (const JobRow& row : job.rule[static_cast<std::size_t>(op.kind)]) {
+    const std::int32_t stage = op.stage + row.offset, microbatch = op.microbatch + row.later;
+    if (stage < 0 || stage >= job.stages || microbatch < 0 || !counts(row, op.stage)) continue;
     const std::size_t at = job.index(op.replica, stage, microbatch);
-    next->node = made_[made][at];
-    const std::int32_t other = job.holder[at];
-    if (other != worker && is_handed_over) next->delay = job.hand_over;
-    if (other != worker && !is_handed_over) carry(*next, stage, op.stage, other, worker);
+    for (const JobKind kind : row.kinds) next->node = std::max(next->node, made_[static_cast<std::size_t>(kind)][at]);
+    if (const std::int32_t other = job.holder[at]; other != worker) {
+      if (row.when == When::Always) {
+        carry(*next, stage, op.stage, other, worker);
+      } else {
+        next->delay = job.hand_over;
+      }
+    }
     ++next;
-  };
-  const bool is_input_grad = op.kind == JobKind::I || op.kind == JobKind::B;
-  const bool is_weight_grad = op.kind == JobKind::W || op.kind == JobKind::B;
-  if (op.kind == JobKind::F && op.stage > 0) need(kForward, op.stage - 1, op.microbatch);
-  if (op.kind == JobKind::F && op.microbatch > 0 && job.changing[static_cast<std::size_t>(op.stage)] != 0)
-    need(kForward, op.stage, op.microbatch - 1, true);
-  if (is_input_grad) {
-    need(kForward, op.stage, op.microbatch);
-    if (op.stage + 1 < job.stages) need(kInputGrad, op.stage + 1, op.microbatch);
   }
-  if (op.kind == JobKind::W) need(kInputGrad, op.stage, op.microbatch);
-  if (is_weight_grad && op.microbatch > 0 && job.hands_over) need(kWeightGrad, op.stage, op.microbatch - 1, true);
+}
+
+// Rows that count between two workers only are needs on one worker too: it runs a stage's ops in microbatch order anyway.
+bool Network::counts(const JobRow& row, std::int32_t stage) const {
+  switch (row.when) {
+    case When::HandedOver: return job.hands_over;
+    case When::Changing: return job.changing[static_cast<std::size_t>(stage)] != 0;
+    case When::Always: return true;
+  }
+  return true;  // unreachable; GCC does not see that the switch is complete
 }
 
 void Network::carry(Need& need, std::int32_t from, std::int32_t to, std::int32_t source, std::int32_t destination) {

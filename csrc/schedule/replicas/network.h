@@ -13,6 +13,7 @@
 namespace adaptra::schedule {
 
 constexpr std::int32_t kNone = -1;
+constexpr std::size_t kMostNeeds = 3;  // the most rows of a kind
 
 // One need of an op: the op that meets it, and the message that brings it, if the two are on different workers.
 struct Need {
@@ -27,7 +28,7 @@ struct JobNode {
   std::int32_t stage;
   JobKind kind;
   double duration;
-  std::array<Need, 3> needs;
+  std::array<Need, kMostNeeds> needs;
 };
 
 // The links and ports that one message occupies, and for how long.
@@ -52,16 +53,15 @@ class Network {
   [[nodiscard]] std::size_t workers() const { return first.size() - 1; }
 
  private:
-  enum Made : std::size_t { kForward, kInputGrad, kWeightGrad };
-
   void number(const JobOp& op);
   void connect(JobNode& node, const JobOp& op, std::int32_t worker);
+  [[nodiscard]] bool counts(const JobRow& row, std::int32_t stage) const;
   void carry(Need& need, std::int32_t from, std::int32_t to, std::int32_t source, std::int32_t destination);
   std::int32_t resource_of(std::int32_t source, std::int32_t destination);
 
   std::map<std::pair<std::int32_t, std::int32_t>, const Link*> links_;
   std::map<std::pair<std::int32_t, std::int32_t>, std::int32_t> resource_of_;
-  std::array<std::vector<std::int32_t>, 3> made_;
+  std::array<std::vector<std::int32_t>, kRuledKinds> made_;  // per kind: the node of (replica, stage, microbatch); kNone
 };
 
 }  // namespace adaptra::schedule

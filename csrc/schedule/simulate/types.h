@@ -52,8 +52,8 @@ struct Problem {
   std::int32_t ranks = 0;
 };
 
-// One line of adaptra.program.dependencies.RULE. An op of `kind` on stage s needs an op of one of `kinds` on stage s + offset
-// and the same microbatch. `kinds` has bit_of(kind) set for every kind that meets the need.
+// One row of adaptra.program.dependencies.RULE that always counts. An op of `kind` on stage s needs an op of one of `kinds` on
+// stage s + offset and the same microbatch. `kinds` has bit_of(kind) set for every kind that meets the need.
 struct Row {
   Kind kind;
   std::int32_t offset;

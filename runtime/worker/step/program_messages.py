@@ -238,7 +238,7 @@ class ProgramMessages:
     def _taken_by(self, order: Sequence[Op]) -> Iterator[Op]:
         """Yield the RECV of each message in the order in which the compute ops take them."""
         for op in order:
-            for offset, _, _ in RULE[op.kind] if op.kind.is_compute else ():
+            for offset, *_ in RULE[op.kind] if op.kind.is_compute else ():
                 if offset == 0 or not 0 <= op.stage + offset < self._program.stages:
                     continue
                 receive = Op(op.stage, RECEIVED_BY[offset], op.microbatch, None, op.replica)
