@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import final
 
 from adaptra.program import Kind, Op, Program
-from adaptra.program.dependencies import Row, When
+from adaptra.program.dependencies import Row
 from adaptra.simulation.cost import Case, CostModel
 
 @final
@@ -60,13 +60,20 @@ def period_of(
     """
 
 def search_period_of(
-    planning_case: Case, effort: int, seed: int, seconds: float | None, enough: float, start: Orders | None = None
+    planning_case: Case,
+    effort: int,
+    seed: int,
+    seconds: float | None,
+    rule: Mapping[Kind, Sequence[Row]],
+    enough: float,
+    start: Orders | None = None,
 ) -> tuple[float, tuple[tuple[Op, ...], ...]] | None:
     """Search the orders of one pipeline with the shortest period within its memory limits; None if none was found.
 
     Args:
         planning_case: The case.
         effort, seed, seconds, enough: As of :func:`search_period`.
+        rule: The dependency rule.
         start: F, I and W of each rank, tried first and made to fit the memory.
 
     Raises:
@@ -99,8 +106,6 @@ class Job:
         home: Sequence[int],
         columns: Sequence[Sequence[int]],
         rule: Mapping[Kind, Sequence[Row]],
-        kinds: Sequence[Kind],
-        whens: Sequence[When],
     ) -> None: ...
 
 @final

@@ -393,12 +393,12 @@ void bind_period(nb::module_& m) {
       nb::arg("program"), nb::arg("cost"), nb::arg("orders"), nb::arg("rule"), nb::arg("steps"));
   m.def(
       "search_period_of",
-      [](nb::handle planning_case, std::int64_t effort, std::uint64_t seed, std::optional<double> seconds, double enough,
-         const Orders* start) -> nb::object {
+      [](nb::handle planning_case, std::int64_t effort, std::uint64_t seed, std::optional<double> seconds, const nb::dict& rule,
+         double enough, const Orders* start) -> nb::object {
         const schedule::Problem problem = to_problem(planning_case, nb::getattr(planning_case, "cost"));
         if (problem.cost.half_duplex || problem.cost.blocking != schedule::Blocking::None)
           throw std::invalid_argument("expected edges of two directions, and communication that does not block");
-        schedule::PipelineSearch search{effort, seed, enough, Deadline(seconds), {}};
+        schedule::PipelineSearch search{to_job_rule(rule), effort, seed, enough, Deadline(seconds), {}};
         if (start != nullptr) {
           std::size_t ops = 0;
           bool is_split = true;
@@ -420,8 +420,8 @@ void bind_period(nb::module_& m) {
         if (!plan) return nb::none();
         return nb::make_tuple(plan->period, to_python(plan->orders, problem.microbatches));
       },
-      nb::arg("planning_case"), nb::arg("effort"), nb::arg("seed"), nb::arg("seconds").none(), nb::arg("enough"),
-      nb::arg("start") = nb::none());
+      nb::arg("planning_case"), nb::arg("effort"), nb::arg("seed"), nb::arg("seconds").none(), nb::arg("rule"),
+      nb::arg("enough"), nb::arg("start") = nb::none());
 }
 
 }  // namespace

@@ -15,6 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <numeric>
 #include <optional>
 #include <stdexcept>
@@ -36,40 +37,13 @@ namespace {
 using Durations = std::vector<std::vector<double>>;
 using Links = std::vector<std::tuple<std::int32_t, std::int32_t, double, double>>;
 
-// adaptra.program.dependencies.RULE without the rows of messages; `kinds` are those of schedule::JobKind, in their order, and
-// `whens` those of schedule::When.
-schedule::JobRule to_rule(const nb::dict& table, const std::vector<nb::object>& kinds, const std::vector<nb::object>& whens) {
-  const auto place = [](const std::vector<nb::object>& all, nb::handle one) {
-    return std::find_if(all.begin(), all.end(), [one](const nb::object& other) { return other.is(one); }) - all.begin();
-  };
-  schedule::JobRule rule;
-  for (std::size_t kind = 0; kind < rule.size(); ++kind) {
-    const nb::object rows = table[kinds.at(kind)];
-    for (const nb::handle given : rows) {
-      const auto when = static_cast<schedule::When>(place(whens, nb::getattr(given, "when")));
-      schedule::JobRow row{
-          nb::cast<std::int32_t>(nb::getattr(given, "offset")), {}, nb::cast<std::int32_t>(nb::getattr(given, "later")), when};
-      for (const nb::handle met_by : nb::getattr(given, "kinds")) {
-        const std::ptrdiff_t producer = place(kinds, met_by);
-        if (producer >= static_cast<std::ptrdiff_t>(rule.size()))
-          throw std::invalid_argument("rule: a message meets a need of a compute op");
-        row.kinds.push_back(static_cast<schedule::JobKind>(producer));
-      }
-      rule[kind].push_back(std::move(row));
-    }
-    if (rule[kind].size() > schedule::kMostNeeds) throw std::invalid_argument("rule: too many rows of a kind");
-  }
-  return rule;
-}
-
 schedule::Job to_job(std::int32_t replicas, std::int32_t microbatches, Durations durations, std::vector<double> slow,
                      std::vector<double> port, Durations latency, Durations occupancy, const Links& links, double hand_over,
                      bool hands_over, std::vector<std::uint8_t> changing, bool barrier, std::vector<std::int32_t> holder,
-                     std::vector<std::int32_t> home, std::vector<std::vector<std::int32_t>> columns, const nb::dict& rule,
-                     const std::vector<nb::object>& kinds, const std::vector<nb::object>& whens) {
+                     std::vector<std::int32_t> home, std::vector<std::vector<std::int32_t>> columns, const nb::dict& rule) {
   schedule::Job job;
   if (durations.size() != 5) throw std::invalid_argument("durations: expected those of F, I, W, STEP and REDUCE");
-  job.rule = to_rule(rule, kinds, whens);
+  job.rule = to_job_rule(rule);
   job.replicas = replicas;
   job.stages = static_cast<std::int32_t>(durations[0].size());
   job.microbatches = microbatches;
@@ -148,12 +122,43 @@ void check(const schedule::Job& job, const std::vector<schedule::JobOrder>& orde
 
 }  // namespace
 
+schedule::JobRule to_job_rule(const nb::dict& table) {
+  const auto members = [](nb::handle owner, std::initializer_list<const char*> names) {
+    std::vector<nb::object> found;
+    for (const char* name : names) found.push_back(owner.attr(name));
+    return found;
+  };
+  const auto place = [](const std::vector<nb::object>& all, nb::handle one) {
+    const auto found = std::find_if(all.begin(), all.end(), [one](const nb::object& other) { return other.is(one); });
+    if (found == all.end()) throw std::invalid_argument("rule: expected rows of compute ops, met by compute ops");
+    return found - all.begin();
+  };
+  const std::vector<nb::object> kinds = members(nb::module_::import_("adaptra.program").attr("Kind"), {"F", "I", "W", "B"});
+  const nb::object when = nb::module_::import_("adaptra.program.dependencies").attr("When");
+  const std::vector<nb::object> whens = members(when, {"ALWAYS", "HANDED_OVER", "CHANGING"});
+  schedule::JobRule rule;
+  for (std::size_t kind = 0; kind < rule.size(); ++kind) {
+    const nb::object rows = table[kinds[kind]];
+    for (const nb::handle given : rows) {
+      schedule::JobRow row{nb::cast<std::int32_t>(nb::getattr(given, "offset")),
+                           {},
+                           nb::cast<std::int32_t>(nb::getattr(given, "later")),
+                           static_cast<schedule::When>(place(whens, nb::getattr(given, "when")))};
+      for (const nb::handle met_by : nb::getattr(given, "kinds")) {
+        row.kinds.push_back(static_cast<schedule::JobKind>(place(kinds, met_by)));
+      }
+      rule[kind].push_back(std::move(row));
+    }
+    if (rule[kind].size() > schedule::kMostNeeds) throw std::invalid_argument("rule: too many rows of a kind");
+  }
+  return rule;
+}
+
 void bind_replicas(nb::module_& m) {
-  nb::class_<schedule::Job>(m, "Job").def(nb::new_(&to_job), nb::kw_only(), nb::arg("replicas"), nb::arg("microbatches"),
-                                          nb::arg("durations"), nb::arg("slow"), nb::arg("port"), nb::arg("latency"),
-                                          nb::arg("occupancy"), nb::arg("links"), nb::arg("hand_over"), nb::arg("hands_over"),
-                                          nb::arg("changing"), nb::arg("barrier"), nb::arg("holder"), nb::arg("home"),
-                                          nb::arg("columns"), nb::arg("rule"), nb::arg("kinds"), nb::arg("whens"));
+  nb::class_<schedule::Job>(m, "Job").def(
+      nb::new_(&to_job), nb::kw_only(), nb::arg("replicas"), nb::arg("microbatches"), nb::arg("durations"), nb::arg("slow"),
+      nb::arg("port"), nb::arg("latency"), nb::arg("occupancy"), nb::arg("links"), nb::arg("hand_over"), nb::arg("hands_over"),
+      nb::arg("changing"), nb::arg("barrier"), nb::arg("holder"), nb::arg("home"), nb::arg("columns"), nb::arg("rule"));
 
   nb::class_<schedule::Period>(m, "SimulatedPeriod")
       .def_ro("complete", &schedule::Period::complete)

@@ -17,7 +17,7 @@ from typing import Any, Final
 from adaptra import _C
 from adaptra.errors import CaseError, ScheduleError
 from adaptra.program import Kind, Op, Program
-from adaptra.program.dependencies import INPUT_GRADIENT, RULE, WEIGHT_GRADIENT, When
+from adaptra.program.dependencies import INPUT_GRADIENT, RULE, WEIGHT_GRADIENT
 from adaptra.program.routing import Routing
 from adaptra.program.verify import verify
 from adaptra.simulation.cost import Case, CostModel, placement_lists
@@ -185,8 +185,6 @@ def job_of(case: JobCase, routing: Routing) -> _C.Job:
         home=[routing.replica_of(worker) if routing.stages_of(worker) else 0 for worker in range(workers)],
         columns=[routing.column(stage) for stage in range(case.stages)],
         rule=RULE,
-        kinds=KINDS,
-        whens=tuple(When),
     )
 
 

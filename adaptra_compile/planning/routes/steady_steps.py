@@ -261,7 +261,7 @@ def _searched(
     if effort is None:
         effort = UNLIMITED if seconds is not None else _effort(case)
     orders = None if start is None else _C.to_orders(start.orders)
-    found = _C.search_period_of(case, effort, seed, seconds, enough, orders)
+    found = _C.search_period_of(case, effort, seed, seconds, RULE, enough, orders)
     return None if found is None else Program.of_pipeline(ADAPTED, case.placement, case.microbatches, found[1])
 
 

@@ -1,10 +1,12 @@
 #include "schedule/replicas/network.h"
 
 #include <algorithm>
+#include <stdexcept>
 
 namespace adaptra::schedule {
 
 Network::Network(const Job& given, const std::vector<JobOrder>& orders) : job(given) {
+  if (job.rule[0].empty()) throw std::invalid_argument("a job without the rule of needs");
   for (const Link& link : job.links) links_[{link.source, link.destination}] = &link;
   const std::size_t ops = job.holder.size();
   for (std::vector<std::int32_t>& table : made_) table.assign(ops, kNone);

@@ -7,10 +7,11 @@
 namespace adaptra::schedule {
 namespace {
 
-Job job_of(const Problem& problem) {
+Job job_of(const Problem& problem, const JobRule& rule) {
   const Cost& cost = problem.cost;
   const auto ranks = static_cast<std::size_t>(problem.ranks), stages = problem.placement.size();
   Job job;
+  job.rule = rule;
   job.replicas = 1;
   job.stages = cost.stages();
   job.microbatches = problem.microbatches;
@@ -49,7 +50,7 @@ Room room_of(const Problem& problem) {
 }  // namespace
 
 std::optional<PipelinePlan> search_period_of(const Problem& problem, const PipelineSearch& search) {
-  const Job job = job_of(problem);
+  const Job job = job_of(problem, search.rule);
   PeriodSearch options{room_of(problem), search.effort, search.seed, search.enough, search.stop};
   for (const Order& order : search.start) {
     JobOrder& ops = options.start.emplace_back();

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "schedule/replicas/job.h"
 #include "schedule/simulate/types.h"
 
 namespace adaptra::schedule {
@@ -17,6 +18,7 @@ struct PipelinePlan {
 };
 
 struct PipelineSearch {
+  JobRule rule;
   std::int64_t effort;         // as those of PeriodSearch
   std::uint64_t seed;          //
   double enough;               //

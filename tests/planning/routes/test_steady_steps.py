@@ -19,6 +19,7 @@ from adaptra.planning.routes.joined_programs import join
 from adaptra.planning.routes.steady_steps import PERIOD, pipeline_bound, timing_of
 from adaptra.planning.timing import MAKESPAN
 from adaptra.program import Op, Program
+from adaptra.program.dependencies import RULE
 from adaptra.program.schedules import GENERATORS, generate
 from adaptra.program.verify import verify
 from adaptra.simulation.cost import Blocking, Case, CostModel
@@ -84,7 +85,7 @@ def test_shared_edges_and_blocking_messages_count_as_in_the_steps_written_out(
 @pytest.mark.parametrize("number", range(6))
 def test_the_search_times_steps_as_the_simulator_does(number: int) -> None:
     case = uneven(number)
-    found = _C.search_period_of(case, 20_000, 0, None, 0.0)
+    found = _C.search_period_of(case, 20_000, 0, None, RULE, 0.0)
     assert found is not None
     program = Program.of_pipeline("found", case.placement, case.microbatches, found[1])
     assert pipeline_period(program, case.cost) == pytest.approx(found[0], rel=1e-12)
@@ -196,14 +197,14 @@ def test_cases_that_only_the_makespans_search_knows_are_planned_by_it(changed: d
     found = PERIOD.plan(case)
     assert PERIOD.of(found, case.cost) <= PERIOD.of(plan(case), case.cost)
     with pytest.raises(ValueError, match="does not block"):
-        _C.search_period_of(case, 1000, 0, None, 0.0)
+        _C.search_period_of(case, 1000, 0, None, RULE, 0.0)
 
 
 def test_a_search_begins_with_whole_orders_of_its_case_only() -> None:
     for other in (generate("1f1b", 4, 15), generate("1f1b", 4, 16)):
         fused = replace(other, orders=(other.orders[0][:-1], *other.orders[1:]))
         with pytest.raises(ValueError, match="start: expected all F, I and W of the case"):
-            _C.search_period_of(EVEN, 1000, 0, None, 0.0, _C.to_orders(fused.orders))
+            _C.search_period_of(EVEN, 1000, 0, None, RULE, 0.0, _C.to_orders(fused.orders))
 
 
 def test_what_counts_behind_a_barrier_is_the_makespan() -> None:
