@@ -117,11 +117,16 @@ class SpanSink:
             def child(name: str, attributes: Mapping[str, Any], start: float, end: float) -> None:
                 self._tracer.start_span(name, within, attributes=attributes, start_time=at(start)).end(at(end))
 
-            # A worker that computes for no other replica computes for that of the span above.
+            # Without a replica an op is of that of the span above: replicas that run apart number theirs 0.
             is_shared = work is not None and bool(work.taken)
             for op, start, end in records.ops:
                 of = {"adaptra.op": str(op), "adaptra.stage": op.stage, "adaptra.microbatch": op.microbatch}
-                child(f"{op.stage}{op.kind.value}", of | ({"adaptra.replica": op.replica} if is_shared else {}), start, end)
+                child(
+                    f"{op.stage}{op.kind.value}",
+                    of | ({"adaptra.replica": op.replica} if is_shared or op.replica else {}),
+                    start,
+                    end,
+                )
             for one in records.messages:
                 edge = f"{one.source}>{one.destination}"
                 of = {"adaptra.edge": edge, "adaptra.microbatch": one.microbatch, "adaptra.bytes": one.nbytes}
