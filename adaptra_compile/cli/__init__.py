@@ -170,7 +170,7 @@ def _job(parser: ArgumentParser) -> None:
     parser.add_argument("--optimizer", type=_duration, metavar="T", help="duration of the optimizer, in the case's unit")
     parser.add_argument("--reduce", type=_duration, metavar="T", help="duration of adding up a stage's gradients")
     parser.add_argument(
-        "--barrier", action="store_true", default=None, help="all workers update at once, after all gradients are added up"
+        "--barrier", action="store_true", default=None, help="steps end together, as with clipping: all update at once"
     )
 
 

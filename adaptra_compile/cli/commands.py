@@ -9,7 +9,7 @@ from adaptra.cli import jobs
 from adaptra.cli.doctor import examine, report
 from adaptra.cli.inputs import read_program
 from adaptra.cli.output import as_json, check_outputs, draw_timeline, figures, headline, line_width, title_of
-from adaptra.cli.planning import planned_for, run_plan
+from adaptra.cli.planning import load_pipeline, planned_for, run_plan
 from adaptra.errors import ReportError, ScheduleError
 from adaptra.program import Program
 from adaptra.program.placement import in_turn, v_shaped
@@ -76,10 +76,11 @@ def _simulate(options: Namespace) -> str:
 
 def _explain(options: Namespace) -> str:
     from adaptra.planning.explaining.explanation import explain
+    from adaptra.planning.routes.steady_steps import timing_of
 
-    case = Case.load(options.case)
+    case = load_pipeline(options)
     program = planned_for(case) if options.program is None else read_program(options.program, case)
-    explanation = explain(program, case.cost, case.microbatches)
+    explanation = explain(program, case.cost, case.microbatches, timing=timing_of(barrier=case.barrier))
     if not options.sensitivity:
         return as_json(explanation.to_json()) if options.json else explanation.text(equations=options.equations)
     from adaptra.simulation.sensitivity import sensitivity

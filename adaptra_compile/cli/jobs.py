@@ -47,7 +47,7 @@ def read_job(options: Namespace) -> JobCase | None:
         except CaseError as error:
             raise CaseError(f"{path}: {error}") from None
     elif replicas is None:
-        given = [f"--{name}" for name, value in changes.items() if value is not None]
+        given = [f"--{name}" for name, value in changes.items() if value is not None and name != "barrier"]
         if given:
             raise CaseError(f"{given[0]}: {path} is a case of one pipeline: expected --replicas N too")
         return None

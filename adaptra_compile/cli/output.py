@@ -15,6 +15,7 @@ from adaptra.report import picture, text
 from adaptra.report.files import check_suffix
 from adaptra.simulation.cost import Case, CostModel
 from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.period import pipeline_period
 from adaptra.simulation.simulate import Bound, Simulation
 
 _SLOW_FACTOR: Final = 2.0
@@ -50,35 +51,39 @@ def title_of(case: Case | JobCase, program: Program) -> str:
     return f"{program.name} on {case.name}"
 
 
-def figures(case: Case, simulation: Simulation, bound: Bound | None) -> dict[str, Any]:
-    """Return the JSON object of ``simulate``."""
+def figures(case: Case, simulation: Simulation, bound: Bound | None, period_bound: float | None = None) -> dict[str, Any]:
+    """Return the JSON object of ``simulate``; ``plan`` knows the bound of the period too."""
     return {
         "name": simulation.program.name,
         "case": case.name,
         "bound": None if bound is None else bound.value,
         "bound_kind": None if bound is None else bound.kind.value,
         "bound_where": None if bound is None else bound.where,
-        "gap": _gap(simulation, bound),
+        "gap": _gap(simulation.makespan, bound and bound.value),
+        "period": pipeline_period(simulation.program, simulation.cost),
         **simulation.to_json(),
-    }
+    } | ({} if period_bound is None else {"period_bound": period_bound})
 
 
-def _gap(simulation: Simulation, bound: Bound | None) -> float | None:
-    if bound is None or not (math.isfinite(bound.value) and bound.value > 0):
-        return None
-    return simulation.makespan / bound.value - 1
+def _gap(time: float, bound: float | None) -> float | None:
+    return None if bound is None or not (math.isfinite(bound) and bound > 0) else time / bound - 1
 
 
-def headline(case: Case, simulation: Simulation, bound: Bound | None) -> str:
-    """Return four lines: program and case, makespan, bound, bubble."""
-    gap = _gap(simulation, bound)
+def headline(case: Case, simulation: Simulation, bound: Bound | None, period_bound: float | None = None) -> str:
+    """Return five lines: program and case, makespan, bound, bubble, and the period of steps in a row."""
+    gap = _gap(simulation.makespan, bound and bound.value)
     above = "" if gap is None else f", {text.percent(max(gap, 0.0))} above the bound"
     program = simulation.program
+    period = pipeline_period(program, simulation.cost)
+    of_period = _gap(period, period_bound)
+    above_its = "" if of_period is None else f", {text.percent(max(of_period, 0.0))} above its bound"
+    idle = 1 - sum(simulation.busy) / (program.ranks * period) if period > 0 else 0.0
     return (
         f"{title_of(case, program)}: {program.stages} stages, {program.ranks} ranks, {program.microbatches} microbatches\n"
         f"makespan {simulation.makespan:.10g}{above}\n"
         f"bound    {'none for programs without gradients' if bound is None else bound}\n"
         f"bubble   {text.percent(simulation.bubble_ratio)}\n"
+        f"period   {period:.10g}{above_its}, {text.percent(max(idle, 0.0))} idle\n"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -32,27 +33,31 @@ def run_plan(options: Namespace) -> str:
         raise PlanError("--budget with --exact: expected one of them; --exact takes a time itself")
     if options.sweep is not None and options.output is not None:
         raise PlanError("--sweep with -o: expected one of them; a sweep has a plan for every delay")
-    case = Case.load(options.case)
+    from adaptra.planning.routes.steady_steps import PERIOD
+
+    case = load_pipeline(options)
     if options.sweep is not None:
         return _sweep(options, case)
     if options.uncertain is not None:
         return _robust(options, case)
     exact = None if options.exact is None else _exact(options, case)
-    planned = planned_for(case, options.in_flight, options.budget) if exact is None else exact.program
+    of_one_step = options.compare is not None  # a comparison is of makespans
+    planned = planned_for(case, options.in_flight, options.budget, of_one_step) if exact is None else exact.program
     simulation, bound = simulate(planned, case.cost), lower_bound(case)
+    period_bound = PERIOD.bound(case)
     program = _write_program(options, case, planned)
     if options.compare is not None:
         return _compare(options, case, planned)
     draw_timeline(options, case, simulation)
     if options.json:
         proof = {} if exact is None else {"exact_bound": exact.bound, "proven": exact.proven}
-        return as_json({"program": str(program)} | figures(case, simulation, bound) | proof)
+        return as_json({"program": str(program)} | figures(case, simulation, bound, period_bound) | proof)
     if options.output is None:
         return str(program)
     proven = (
         "" if exact is None else f"exact    {'proven: ' if exact.proven else ''}no order is shorter than {exact.bound:.10g}\n"
     )
-    return headline(case, simulation, bound) + proven
+    return headline(case, simulation, bound, period_bound) + proven
 
 
 def _write_program(options: Namespace, case: Case, planned: Program) -> Program:
@@ -127,11 +132,21 @@ def _sweep(options: Namespace, case: Case) -> str:
     return as_json(found.to_json()) if options.json else tables.sweep(found, line_width(options))
 
 
-def planned_for(case: Case, in_flight: int | None = None, budget: float | None = None) -> Program:
-    """Return the planner's plan. Loads the planner."""
-    from adaptra.planning.planner import plan
+def load_pipeline(options: Namespace) -> Case:
+    """Return the case of one pipeline that the file and ``--barrier`` describe.
 
-    return plan(case, in_flight=in_flight, budget=budget)
+    Raises:
+        CaseError: The file is invalid.
+    """
+    case = Case.load(options.case)
+    return replace(case, barrier=True) if options.barrier else case
+
+
+def planned_for(case: Case, in_flight: int | None = None, budget: float | None = None, of_one_step: bool = False) -> Program:
+    """Return the planner's plan: for the period, or for the makespan behind a barrier or ``of_one_step``. Loads the planner."""
+    from adaptra.planning.routes.steady_steps import timing_of
+
+    return timing_of(barrier=case.barrier or of_one_step).plan(case, in_flight=in_flight, budget=budget)
 
 
 def _lowered(program: Program, cost: CostModel) -> Program:

@@ -201,7 +201,25 @@ def test_plan_writes_a_program_that_simulates_to_the_printed_makespan(folder: Pa
     assert str(program) == found["program"]
     assert not program.is_lowered
     simulated = run_json(capsys, "simulate", "p.sched", "slow.json", "--json")
-    assert simulated == {name: value for name, value in found.items() if name != "program"}
+    assert simulated == {name: value for name, value in found.items() if name not in ("program", "period_bound")}
+
+
+@pytest.mark.parametrize(("given", "period", "makespan"), [((), 48.0, 54.0), (("--barrier",), None, 54.0)])
+def test_plans_are_for_the_period_or_behind_a_barrier_for_the_makespan(
+    folder: Path, capsys: pytest.CaptureFixture[str], given: tuple[str, ...], period: float | None, makespan: float
+) -> None:
+    late = {"S": 4, "M": 16, "t_f": 1, "t_b": 1, "t_w": 1, "c_f": 1}
+    Path("late.json").write_text(json.dumps(late))
+    Path("meeting.json").write_text(json.dumps(late | {"barrier": bool(given)}))
+    found = run_json(capsys, "plan", "late.json", "--json", *given)
+    assert found == run_json(capsys, "plan", "meeting.json", "--json") | {"case": "late"}
+    assert found["period_bound"] == 48.0 and found["bound"] == makespan
+    if period is None:
+        assert found["makespan"] == makespan
+    else:
+        assert found["period"] == period
+    explained = run_json(capsys, "explain", "late.json", "--json", *given)
+    assert (explained["period"], explained["makespan"]) == (found["period"], found["makespan"])
 
 
 def test_plan_lowers_on_request_without_moving_compute(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
