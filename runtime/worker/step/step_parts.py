@@ -280,9 +280,9 @@ class StepParts:
             stage.begin_step(loss_scale, steps_before, outputs.get(self.replica) if number == self._last else None)
         for stage in self._foreign.values():
             stage.begin_step(loss_scale, steps_before)
-        worker = self._transport.worker_of(self._transport.rank)
+        worker, is_home = self._transport.worker_of(self._transport.rank), executor.program.is_one_pipeline
         for (replica, number), stage in self._foreign.items():
-            begins = executor.program.holder(replica, number, 0) == worker
+            begins = not is_home and executor.program.holder(replica, number, 0) == worker
             stage.begin_sums(step, self.gradients if begins else None)
         if self._sum is None:
             self._run_program(executor, step, inputs, targets, shape.losses, outputs)
