@@ -299,6 +299,7 @@ def plain() -> tuple[list[float], dict[str, str]]:
     return [one.losses.mean().item() for one in steps], state
 
 
+@pytest.mark.alone
 def test_a_cut_where_less_is_sent_is_taken_if_bandwidth_binds() -> None:
     found, split, told, state = settled()
     assert split == ("layers.4",) and told[0] == told[1]
