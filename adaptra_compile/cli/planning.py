@@ -33,21 +33,21 @@ def run_plan(options: Namespace) -> str:
         raise PlanError("--budget with --exact: expected one of them; --exact takes a time itself")
     if options.sweep is not None and options.output is not None:
         raise PlanError("--sweep with -o: expected one of them; a sweep has a plan for every delay")
-    from adaptra.planning.routes.steady_steps import PERIOD
-
     case = load_pipeline(options)
     if options.sweep is not None:
         return _sweep(options, case)
     if options.uncertain is not None:
         return _robust(options, case)
     exact = None if options.exact is None else _exact(options, case)
-    of_one_step = options.compare is not None  # a comparison is of makespans
-    planned = planned_for(case, options.in_flight, options.budget, of_one_step) if exact is None else exact.program
-    simulation, bound = simulate(planned, case.cost), lower_bound(case)
-    period_bound = PERIOD.bound(case)
+    if options.compare is not None:
+        case = replace(case, barrier=True)  # a comparison is of makespans
+    planned = planned_for(case, options.in_flight, options.budget) if exact is None else exact.program
     program = _write_program(options, case, planned)
     if options.compare is not None:
         return _compare(options, case, planned)
+    from adaptra.planning.routes.steady_steps import PERIOD
+
+    simulation, bound, period_bound = simulate(planned, case.cost), lower_bound(case), PERIOD.bound(case)
     draw_timeline(options, case, simulation)
     if options.json:
         proof = {} if exact is None else {"exact_bound": exact.bound, "proven": exact.proven}
@@ -142,11 +142,11 @@ def load_pipeline(options: Namespace) -> Case:
     return replace(case, barrier=True) if options.barrier else case
 
 
-def planned_for(case: Case, in_flight: int | None = None, budget: float | None = None, of_one_step: bool = False) -> Program:
-    """Return the planner's plan: for the period, or for the makespan behind a barrier or ``of_one_step``. Loads the planner."""
+def planned_for(case: Case, in_flight: int | None = None, budget: float | None = None) -> Program:
+    """Return the planner's plan: for the period, or for the makespan behind the case's barrier. Loads the planner."""
     from adaptra.planning.routes.steady_steps import timing_of
 
-    return timing_of(barrier=case.barrier or of_one_step).plan(case, in_flight=in_flight, budget=budget)
+    return timing_of(barrier=case.barrier).plan(case, in_flight=in_flight, budget=budget)
 
 
 def _lowered(program: Program, cost: CostModel) -> Program:
