@@ -106,6 +106,7 @@ def exchange(
     except DistStoreError as error:
         raise late_error(name, absent(), timeout) from error
     except DistError as error:
+        check()  # a rank that ended the job may have taken the store with it, since the last look
         raise lost_store(name, rank, error) from error
 
 

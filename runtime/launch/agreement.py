@@ -11,14 +11,14 @@ from typing import Final
 from torch.distributed import DistError
 
 from adaptra.errors import LaunchError
-from adaptra.runtime.exchange.store_exchange import exchange
+from adaptra.runtime.exchange.store_exchange import Check, exchange, no_check
 from adaptra.runtime.transports.base import Transport
 
 _FAILED: Final = "failed: "
 _TEXT_LIMIT: Final = 4000
 
 
-def agree(transport: Transport, what: str, facts: Mapping[str, object], timeout: float) -> None:
+def agree(transport: Transport, what: str, facts: Mapping[str, object], timeout: float, check: Check = no_check) -> None:
     """Check that every rank of the pipeline has the same facts. All ranks call this or :func:`disagree`.
 
     Args:
@@ -26,6 +26,7 @@ def agree(transport: Transport, what: str, facts: Mapping[str, object], timeout:
         what: The name of the facts, for the error; each comparison has a name of its own.
         facts: JSON values, by what they are.
         timeout: Seconds to wait for the other ranks.
+        check: As of :func:`.exchange.gather`.
 
     Raises:
         LaunchError: Ranks differ, or have failed or not answered; names them, and the first fact that differs.
@@ -33,14 +34,14 @@ def agree(transport: Transport, what: str, facts: Mapping[str, object], timeout:
     """
     digests = {name: _digest(one) for name, one in facts.items()}
     ranks = range(transport.world_size)
-    found = exchange(transport.store, f"agree/{what}", transport.rank, _digest(digests), ranks, timeout)
+    found = exchange(transport.store, f"agree/{what}", transport.rank, _digest(digests), ranks, timeout, check)
     for rank, text in enumerate(found):
         if text.startswith(_FAILED):
             raise LaunchError(f"{what}: rank {rank} failed: {text.removeprefix(_FAILED)}")
     different = [rank for rank, other in enumerate(found) if other != found[0]]
     if different:
         both = (0, different[0])
-        pair = exchange(transport.store, f"agree/{what}/each", transport.rank, json.dumps(digests), both, timeout)
+        pair = exchange(transport.store, f"agree/{what}/each", transport.rank, json.dumps(digests), both, timeout, check)
         one, other = (json.loads(text) for text in pair)
         fact = next(name for name in (*one, *other) if one.get(name) != other.get(name))
         raise LaunchError(

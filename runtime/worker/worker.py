@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from adaptra.errors import AdaptraError, PeerLostError
+from adaptra.errors import AdaptraError, LaunchError, PeerLostError
 from adaptra.graph import CompiledStages
 from adaptra.graph.inner_compiler import prepare
 from adaptra.passes.insert_comm import InsertComm
@@ -556,8 +556,8 @@ class Worker:
         Returns:
             The first failure of any rank, to be raised in place of ``error``.
         """
-        # A lost rank has its own name, whatever the error that showed it was raised from.
-        of_store = None if isinstance(error, PeerLostError) else error_of_store(error)
+        # A lost rank has its own name, whatever error showed it. A store that tells who is late has answered.
+        of_store = None if isinstance(error, PeerLostError | LaunchError) else error_of_store(error)
         cause = self._membership.fail(error, of_store=of_store)
         cause = cause if isinstance(cause, Exception) else error
         if self._replicas is not None and isinstance(cause, PeerLostError):

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from adaptra.errors import AdaptraError, PeerLostError, PipelineError
+from adaptra.errors import AdaptraError, LaunchError, PeerLostError, PipelineError
 from adaptra.frontend.arguments.shared_models import Sharing
 from adaptra.frontend.planned.stage_planning import PlannedPipeline
 from adaptra.graph import CompiledStages
@@ -176,14 +176,22 @@ class LocalWorkers:
 
     @contextmanager
     def changing(self, what: str) -> Generator[None]:
-        """Fail the pipeline on any error in this context, since all ranks of the job make the change together."""
+        """Fail the pipeline on any error in this context, since all ranks of the job make the change together.
+
+        A rank that ends stays until the others know why, since the store of the job may end with it.
+        """
         try:
             yield
         except BaseException as error:
             self._failure = error
-            if isinstance(error, RuntimeError) and not isinstance(error, AdaptraError):
-                self._failure = PeerLostError(f"{what}: a rank is lost: {error}")
-                raise self._failure from error
+            if isinstance(error, Exception):
+                is_group = isinstance(error, RuntimeError) and not isinstance(error, AdaptraError)
+                failed = PeerLostError(f"{what}: a rank is lost: {error}") if is_group else error
+                cause = failed if self._threads is not None else self.workers[0].fail(failed)
+                # Each rank finds by itself that ranks differ or are late, and says it better than another's report does.
+                self._failure = error if isinstance(error, LaunchError) else cause
+                if self._failure is not error:
+                    raise self._failure from error
             raise
 
     def agreed(self, what: str, call: str, ready: Callable[[], tuple[Result, Consent]], timeout: float) -> Result:
@@ -207,7 +215,7 @@ class LocalWorkers:
             if job is None:
                 return []
             with self.called(call), self.changing(what):
-                return job.meet(timeout, self.workers[0].check, consent.encode())
+                return job.meet(timeout, self.check, consent.encode())
 
         try:
             found, consent = ready()
@@ -216,6 +224,10 @@ class LocalWorkers:
             raise
         check_consents(what, meet(consent))
         return found
+
+    def check(self) -> None:
+        """Raise the error that has ended this process's waits for other ranks, if there is one."""
+        self.workers[0].check()
 
     def end(self) -> None:
         """End the workers, for others in their place."""

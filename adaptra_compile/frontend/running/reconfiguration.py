@@ -194,7 +194,7 @@ class Reconfiguration:
         held, leaving = self._agreed("split", "take_split", ready)
         with self._restarting("split", self._local.launched.again) as (launched, opened):
             if job is not None:
-                agree(launched.transports[0], "pipeline", after.facts(), self._spec.options.timeout)
+                agree(launched.transports[0], "pipeline", after.facts(), self._spec.options.timeout, self._local.check)
             self._local.end()
             if job is None:
                 by_rank = [self._stages_of(worker.rank, stages) for worker in self._local.workers]
@@ -243,7 +243,7 @@ class Reconfiguration:
         self._agreed("change", call, ready)
         with self._restarting("change", self._local.launched.again) as (launched, opened):
             if self._local.launched.job is not None:
-                agree(launched.transports[0], "pipeline", after.facts(), self._spec.options.timeout)
+                agree(launched.transports[0], "pipeline", after.facts(), self._spec.options.timeout, self._local.check)
             self._local.end()
             self._start(after, launched, states, opened, has_moved=False)
 
