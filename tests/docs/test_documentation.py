@@ -16,6 +16,7 @@ import pytest
 from documented import Page
 from installed import install_transport
 from paths import DOCS, ROOT
+from warm_python import warm_commands
 
 ELSEWHERE = {"command-line.md"}
 ALL = {path.relative_to(DOCS).as_posix(): Page.read(path) for path in sorted(DOCS.rglob("*.md"))}
@@ -25,7 +26,8 @@ PAGES = {name: page for name, page in ALL.items() if (page.program or page.files
 
 def run(command: list[str], folder: Path) -> str:
     """What a command prints, run as somebody would who has adaptra installed."""
-    places = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
+    warm = warm_commands(*(path.read_text() for path in folder.glob("*.py")))
+    places = {"PATH": f"{warm}:{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
     # Unbuffered, a print is two writes, a line and its end, and those of two ranks would mix.
     places |= {"PYTHONUNBUFFERED": ""}
     done = subprocess.run(
@@ -48,7 +50,7 @@ def test_what_a_page_shows_runs(name: str, tmp_path: Path) -> None:
             install_transport(tmp_path, transport, factory)
     if page.program:
         (tmp_path / "page.py").write_text(page.program)
-        run([sys.executable, "page.py"], tmp_path)
+        run(["python", "page.py"], tmp_path)
     for example in page.examples:
         printed = run(shlex.split(example.command), tmp_path)
         assert example.matches(printed), f"{example.command}\n{printed}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 from commands import run_command
 from paths import TESTS
-from recipes import RECIPES, environment, outputs_of, run_recipe, write_recipe
+from recipes import RECIPES, environment, outputs_of, run_recipe, warm_environment, write_recipe
 
 DYING = TESTS / "support" / "dying.py"
 
@@ -49,7 +48,7 @@ def same_weights(folder: Path, *runs: str) -> bool:
 def test_a_slurm_job_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
     assert "sbatch train.sbatch" in write_recipe("slurm", tmp_path).page.files["submit.sh"]
     write_recipe("restarts", tmp_path)
-    undisturbed = run_recipe([sys.executable, "train.py", "alone"], tmp_path).splitlines()
+    undisturbed = run_recipe(["python", "train.py", "alone"], tmp_path).splitlines()
     script = (RECIPES / "train.sbatch").read_text()
     assert script.count(" train.py ") == 1
     (tmp_path / "train.sbatch").write_text(script.replace(" train.py ", f" {DYING} 6 train.py "))
@@ -107,7 +106,7 @@ def test_the_pods_of_the_manifest_train_as_one_process(tmp_path: Path) -> None:
     """Each pod's command in a process of this machine, with the pod's name and interface those of this machine."""
     write_recipe("kubernetes", tmp_path)
     write_recipe("restarts", tmp_path)
-    undisturbed = run_recipe([sys.executable, "train.py", "alone"], tmp_path)
+    undisturbed = run_recipe(["python", "train.py", "alone"], tmp_path)
     _, job = manifest()
     (container,) = job["spec"]["template"]["spec"]["containers"]
     (text,) = container["args"]
@@ -132,7 +131,7 @@ def test_the_pods_of_the_manifest_train_as_one_process(tmp_path: Path) -> None:
             subprocess.Popen(
                 [shutil.which(container["command"][0]) or "sh", *container["command"][1:], text],
                 cwd=tmp_path,
-                env=environment(**variables, JOB_COMPLETION_INDEX=str(index)),
+                env=warm_environment(tmp_path, **variables, JOB_COMPLETION_INDEX=str(index)),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 text=True,

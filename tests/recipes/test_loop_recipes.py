@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import csv
 import re
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from commands import under_torchrun
 from recipes import backward, made_by, run_recipe, write_recipe
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -45,7 +43,7 @@ def test_lightning_trains_and_goes_on_as_one_process(one_thread: None, tmp_path:
     pytest.importorskip("pytorch_lightning")
     write_recipe("lightning", tmp_path)
     (tmp_path / "twice.py").write_text("import runpy, sys\nfor sys.argv[1:] in ['1', '2']:\n    runpy.run_path('train.py')\n")
-    run_recipe([*under_torchrun(2), "twice.py"], tmp_path)
+    run_recipe(["torchrun", "--standalone", "--nproc-per-node=2", "twice.py"], tmp_path)
     made = made_by(tmp_path, before="module = Piped(")
     model, rows = made["model"], made["rows"]
     optimizer, sampler = torch.optim.AdamW(model.parameters()), DistributedSampler(rows, 1, 0)
@@ -102,7 +100,7 @@ def test_what_lightning_can_not_do_is_an_error_that_the_page_names(tmp_path: Pat
     recipe = write_recipe("lightning", tmp_path)
     text = (tmp_path / "train.py").read_text().split("module = Piped(")[0]
     (tmp_path / "train.py").write_text(text + MISTAKES)
-    printed = re.findall(r"^refused .*$", run_recipe([sys.executable, "train.py", "1"], tmp_path), re.MULTILINE)
+    printed = re.findall(r"^refused .*$", run_recipe(["python", "train.py", "1"], tmp_path), re.MULTILINE)
     named = re.findall(r"^\| `([^`]+)` ", recipe.text, re.MULTILINE)
     assert len(printed) == 6 and len(named) == 4
     for line, text in zip(printed, [named[2], named[2], named[1], named[3], "accumulate_grad_batches", named[0]], strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ DYING = TESTS / "support" / "dying.py"
 @pytest.mark.processes
 def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint_and_changes_no_number(tmp_path: Path) -> None:
     page = write_recipe("restarts", tmp_path)
-    undisturbed = run_recipe([sys.executable, "train.py", "alone"], tmp_path).splitlines()
+    undisturbed = run_recipe(["python", "train.py", "alone"], tmp_path).splitlines()
     assert len(undisturbed) == 12
     shown = [line for line in page.text.splitlines() if line.startswith("step ")]
     assert shown == [undisturbed[step] for step in (5, 4, 5)]

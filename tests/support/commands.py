@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from warm_python import warm_commands
 
 
-def under_torchrun(ranks: int) -> list[str]:
-    """The beginning of a command that runs a script on several ranks of this machine."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+def in_one_process(text: str) -> list[str]:
+    """The beginning of a command that runs a script of this text."""
+    return [str(warm_commands(text) / "python")]
+
+
+def under_torchrun(ranks: int, text: str) -> list[str]:
+    """The beginning of a command that runs a script of this text on several ranks of this machine."""
+    return [str(warm_commands(text) / "torchrun"), "--standalone", f"--nproc-per-node={ranks}"]
 
 
 def run_command(

@@ -15,6 +15,7 @@ from commands import run_command
 from documented import Page
 from paths import DOCS
 from torch import Tensor, nn
+from warm_python import warm_commands
 
 RECIPES = DOCS / "recipes"
 MICROBATCHES = 4
@@ -44,9 +45,16 @@ def environment(**more: str) -> dict[str, str]:
     return os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"} | more
 
 
+def warm_environment(folder: Path, **more: str) -> dict[str, str]:
+    """The same environment, in which the scripts of a folder begin at once."""
+    there = environment(**more)
+    warm = warm_commands(*(path.read_text() for path in folder.glob("*.py")))
+    return there | {"PATH": f"{warm}:{there['PATH']}"}
+
+
 def run_recipe(command: Sequence[str], folder: Path, timeout: float = 120.0, **more: str) -> str:
     """What a command prints; nothing of it is left, however it ends."""
-    done = run_command(command, timeout, folder, environment(**more))
+    done = run_command(command, timeout, folder, warm_environment(folder, **more))
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

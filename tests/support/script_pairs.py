@@ -8,10 +8,9 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import sys
 from pathlib import Path
 
-from commands import run_command, under_torchrun
+from commands import in_one_process, run_command, under_torchrun
 from paths import DOCS, EXAMPLES
 
 PLAIN, PIPELINE = "plain.py", "pipeline.py"
@@ -40,14 +39,19 @@ def changed_lines(pair: str) -> int:
 
 def losses_of_plain(pair: str, folder: Path, *arguments: str, then: str = "") -> list[float]:
     """The losses of the script in one process. ``then`` is code that runs after it, as if the script ended with it."""
-    return _run([sys.executable], pair, PLAIN, folder, *arguments, then=then)
+    return _run(in_one_process(_text(pair)), pair, PLAIN, folder, *arguments, then=then)
 
 
 def losses_of_pipeline(
     pair: str, folder: Path, ranks: int, *arguments: str, timeout: float = 150, then: str = ""
 ) -> list[float]:
     """The losses of the script with adaptra under torchrun; ``then`` as of :func:`losses_of_plain`."""
-    return _run(under_torchrun(ranks), pair, PIPELINE, folder, *arguments, timeout=timeout, then=then)
+    launcher = under_torchrun(ranks, _text(pair))
+    return _run(launcher, pair, PIPELINE, folder, *arguments, timeout=timeout, then=then)
+
+
+def _text(pair: str) -> str:
+    return "".join(path.read_text() for path in (EXAMPLES / pair).glob("*.py"))
 
 
 def _run(
