@@ -8,13 +8,14 @@ first. So the bits and the messages are those of a sum at the end of the step.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from queue import SimpleQueue
 from typing import Any
 
 from torch import Tensor
 
 from adaptra.profiled import named
+from adaptra.runtime.data_parallel.accumulators import Accumulators
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 
 
@@ -27,7 +28,7 @@ class GradientSum:
 
     Args:
         replicas: The ranks that have copies of these stages.
-        parameters: The trainable parameters of this rank's stages by name.
+        sums: Those of this replica, of the trainable parameters of this rank's stages.
         late: The names of those whose gradients are complete only at the end of a step.
         bucket: The most bytes of gradients that travel as one tensor.
         mean: Whether the sum is divided by the number of replicas.
@@ -37,7 +38,7 @@ class GradientSum:
     def __init__(
         self,
         replicas: Replicas,
-        parameters: Mapping[str, Tensor],
+        sums: Accumulators,
         late: Collection[str],
         bucket: int,
         mean: bool,
@@ -45,8 +46,9 @@ class GradientSum:
     ) -> None:
         self._replicas = replicas
         # The backward pass computes the last layer's gradients first.
-        self._order = [*(name for name in reversed([*parameters]) if name not in late), *sorted(late)]
-        self._parameters = [parameters[name] for name in self._order]
+        self._order = [*(name for name in reversed([*sums.parameters]) if name not in late), *sorted(late)]
+        self._parameters = [sums.parameters[name] for name in self._order]
+        self._sums = sums
         self._bucket = bucket
         self._mean = mean
         self._mark = mark
@@ -121,12 +123,13 @@ class GradientSum:
     def _sum(self) -> tuple[Any, Any, int]:
         started = self._mark()
         with named("REDUCE"):
-            nbytes = self._replicas.combine_gradients(self._parameters, mean=self._mean, wait=self._wait)
+            nbytes = self._replicas.combine_gradients(self._parameters, self._complete_sum, mean=self._mean)
         return started, self._mark(), nbytes
 
-    def _wait(self, number: int) -> None:
-        """Wait until the gradient of a parameter is complete, and of all before it."""
+    def _complete_sum(self, number: int) -> Tensor:
+        """Wait until the gradient of a parameter is complete, and of all before it. It is zeros if only others have one."""
         with self._changed:
             self._changed.wait_for(lambda: self._count > number or self._is_closed)
             if self._count <= number:
                 raise _ClosedError
+        return self._sums.total(self._order[number])

@@ -337,9 +337,13 @@ class Worker:
             As :meth:`step`.
         """
         with self._reporting_errors():
+            sums = self._parts.sums
+            sums.begin_step()
             found = self._phases.backward(kept, tangents)
             if self._replicas is not None:
-                self._replicas.combine_gradients(list(self._parts.trainable.values()))
+                names = [*sums.parameters]
+                self._replicas.combine_gradients([*sums.parameters.values()], lambda number: sums.total(names[number]))
+            sums.fill()
         self.monitor.begin_step()
         return found
 

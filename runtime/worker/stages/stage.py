@@ -211,11 +211,6 @@ class TrainingStage:
         for one, value in zip(self._changing, values, strict=True):
             one.copy_(value)
 
-    def begin_sums(self, step: int, home: Gradients | None) -> None:
-        """Begin a step's sums of this stage, which is another replica's; see :meth:`Gradients.begin_from`."""
-        self._gradients.begin_step(step)
-        self._gradients.begin_from(home, self._handed_over)
-
 
 class UnevenForwards(Generic[S]):
     """One stage of a program whose first microbatches have one row more than the others.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Program
 from adaptra.program.placement import Edge, stages_of
 from adaptra.program.routing import Routing
+from adaptra.runtime.data_parallel.accumulators import Accumulators
 from adaptra.runtime.data_parallel.equal_numbers import BITS, are_equal, bits_of, mean_number
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.data_parallel.gradient_sum import GradientSum
@@ -34,12 +35,19 @@ from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.stages.gradient_hooks import GradientHooks
 from adaptra.runtime.worker.stages.loss_reduction import Reduction, total_weight
 from adaptra.runtime.worker.stages.stage import EvaluationStage, ForwardStage, Stage, TrainingStage, UnevenForwards, UnevenStage
-from adaptra.runtime.worker.stages.step_gradients import StepGradients
 from adaptra.runtime.worker.step.executor import Executor
 from adaptra.runtime.worker.step.shapes import FIRST, RankShape, StepShape
 
 Batch = Sequence[Sequence[Tensor]]
 """The tensors of a step, per microbatch."""
+
+
+class ForeignStage(NamedTuple):
+    """A stage of another replica, some of whose microbatches this rank computes."""
+
+    stage: TrainingStage
+    gradients: Gradients
+    sums: Accumulators
 
 
 class StepParts:
@@ -60,6 +68,7 @@ class StepParts:
 
     Attributes:
         trainable: The trainable parameters of this rank's stages by name.
+        sums: The sums of their gradients in the step that is under way.
         gradients: Adds up their gradients.
         norms: The norm of all ranks' gradients.
         buffers: Keeps the buffers of replicas equal.
@@ -87,12 +96,12 @@ class StepParts:
         self.trainable: Final = {name: state[name] for stage in own for name in compiled.train[stage].trainable}
         self._shared = [SharedParameter(one.name, one.stages, one.owner, one.order) for one in compiled.tied]
         self._probes = Probes(rank, placement, transport, monitor, _message_bytes(compiled))
+        self.sums: Final = Accumulators(self.trainable)
         self.gradients: Final = Gradients(
-            rank, self.trainable, self._shared, placement, transport, options.timeout, self._probes.answer
+            rank, self.sums, self._shared, placement, transport, options.timeout, self._probes.answer
         )
         self.norms: Final = GradientNorms(rank, self.trainable, compiled, placement, transport)
         self._hooks = GradientHooks(self.trainable, compiled.copied(placement))
-        self._step_gradients = None if reduction is Reduction.MEAN else StepGradients(self.trainable)
         self._placement = tuple(placement)
         self._transport = transport
         self.replica: Final = 0 if replicas is None else replicas.index
@@ -112,7 +121,7 @@ class StepParts:
         rows = (next((one.shape[0] for one in compiled.train[0].inputs if one.shape), 1),) * microbatches
         first = StepShape(FIRST, FIRST, rows, compiled, None, lambda plan: plan.program, (1.0,) * len(compiled.train))
         self.first: Final = RankShape(first, self.stages, self._losses_of(first), self._sizes_of(first))
-        self._foreign: dict[tuple[int, int], TrainingStage] = {}
+        self._foreign: dict[tuple[int, int], ForeignStage] = {}
         self._replicas = replicas
         self._monitor = monitor
 
@@ -151,7 +160,7 @@ class StepParts:
         found = {(self.replica, number): stage for number, stage in self.stages.items()}
         for op in program.orders[self._transport.worker_of(self._transport.rank)]:
             if op.kind.is_compute and (op.replica, op.stage) not in found:
-                found[op.replica, op.stage] = self._foreign_stage(program.routing, op.replica, op.stage)
+                found[op.replica, op.stage] = self._foreign_stage(program.routing, op.replica, op.stage).stage
         return found
 
     def handed_over_of(self, stage: int) -> tuple[MessageSpec, MessageSpec]:
@@ -183,24 +192,24 @@ class StepParts:
         }
         return AwayFromHome(self.replica, workers, self._job) if workers else None
 
-    def _foreign_stage(self, routing: Routing, replica: int, number: int) -> TrainingStage:
+    def _foreign_stage(self, routing: Routing, replica: int, number: int) -> ForeignStage:
         if (replica, number) not in self._foreign:
-            # Detached tensors have the parameters' values and gradients of their own.
-            sums = {name: self._state[name].detach() for name in self._compiled.train[number].trainable}
+            sums = Accumulators({name: self._state[name] for name in self._compiled.train[number].trainable})
             homes = [-1 if worker is None else worker for worker in routing.workers[replica]]
             gradients = Gradients(
                 self._job.rank, sums, self._shared, homes, self._job, self._timeout, foreign=(replica, number)
             )
             # The other replica's values of changing buffers, which are handed over before they are read.
             buffers = {name: self._state[name].clone() for name in self._changing(number)}
-            self._foreign[replica, number] = self._stage(replica, number, gradients, {**self._state, **buffers})
+            stage = self._stage(replica, number, gradients, {**self._state, **buffers})
+            self._foreign[replica, number] = ForeignStage(stage, gradients, sums)
         return self._foreign[replica, number]
 
     def _gradient_sum(self, replicas: Replicas, reduce: Reduce, mark: Callable[[], Mark]) -> GradientSum:
         late = {one.name for one in self._shared}.intersection(self.trainable)
         bucket = reduce.bucket or replicas.best_bucket(sum(one.nbytes for one in self.trainable.values()))
         replicas.add_by(ALGORITHMS[reduce.algorithm], limit=bucket, dtype=reduce.dtype)
-        return GradientSum(replicas, self.trainable, late, bucket, self._reduction is Reduction.MEAN, mark)
+        return GradientSum(replicas, self.sums, late, bucket, self._reduction is Reduction.MEAN, mark)
 
     def _changing(self, stage: int) -> list[str]:
         return sorted(self._compiled.changing.intersection(self._compiled.train[stage].buffers))
@@ -271,19 +280,19 @@ class StepParts:
         """
         self._probes.begin_step(step, None if executor.program.is_one_pipeline else executor.heard)
         shape.losses.begin_step(step)
-        self.gradients.begin_step(step, self._away_from_home(executor.program))
         self._hooks.begin_step()
-        if self._step_gradients is not None:
-            self._step_gradients.begin_step()
+        # Autograd adds microbatches to earlier gradients one by one. What is divided, or given to a hook, is the step's alone.
+        self.sums.begin_step(self._hooks.names if self._reduction is Reduction.MEAN else self.trainable)
+        self.gradients.begin_step(step, self._away_from_home(executor.program))
         self.buffers.begin()
         for number, stage in shape.stages.items():
             stage.begin_step(loss_scale, steps_before, outputs.get(self.replica) if number == self._last else None)
-        for stage in self._foreign.values():
-            stage.begin_step(loss_scale, steps_before)
         worker, is_home = self._transport.worker_of(self._transport.rank), executor.program.is_one_pipeline
-        for (replica, number), stage in self._foreign.items():
-            begins = not is_home and executor.program.holder(replica, number, 0) == worker
-            stage.begin_sums(step, self.gradients if begins else None)
+        for (replica, number), foreign in self._foreign.items():
+            foreign.stage.begin_step(loss_scale, steps_before)
+            # Gradients of earlier steps are the same in all replicas, since their mean or sum was taken.
+            foreign.sums.begin_as(self.sums if not is_home and executor.program.holder(replica, number, 0) == worker else None)
+            foreign.gradients.begin_step(step)
         if self._sum is None:
             self._run_program(executor, step, inputs, targets, shape.losses, outputs)
         else:  # from the last W on, and while the stages that end later still compute
@@ -295,10 +304,12 @@ class StepParts:
                 raise
             self._monitor.reduce(*self._sum.end_step())
         losses = self._end_losses(shape)
-        if self._step_gradients is not None:
-            weighted = self._reduction is Reduction.WEIGHTED
-            self._step_gradients.end_step(total_weight(losses) if weighted else None)
-        self._hooks.end_step()
+        weight = total_weight(losses) if self._reduction is Reduction.WEIGHTED else None
+        if weight is not None and 0 < weight < float("inf"):
+            self.sums.divide(weight)
+        elif weight is not None:
+            self.sums.discard()
+        self.sums.fill(self._hooks.names)
         self._probes.end_step(self._timeout)
         return losses
 
@@ -313,7 +324,7 @@ class StepParts:
     ) -> None:
         def keep_for(replica: int) -> None:
             outputs[replica] = StepOutputs()
-            self._foreign[replica, self._last].keep_outputs(outputs[replica])
+            self._foreign[replica, self._last].stage.keep_outputs(outputs[replica])
 
         executor.run(
             step,

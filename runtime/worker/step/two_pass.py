@@ -111,7 +111,7 @@ class TwoPassStep:
         return self._outputs.end_step(self._timeout), PendingBackward(step, self._stage.take_saved())
 
     def backward(self, kept: PendingBackward, tangents: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-        """Run I and W of all microbatches, and add their gradients to each parameter's ``grad``.
+        """Run I and W of all microbatches, and add up their gradients.
 
         Args:
             kept: The state that :meth:`forward` returned; it is empty afterwards.
