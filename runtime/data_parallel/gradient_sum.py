@@ -47,7 +47,6 @@ class GradientSum:
         self._replicas = replicas
         # The backward pass computes the last layer's gradients first.
         self._order = [*(name for name in reversed([*sums.parameters]) if name not in late), *sorted(late)]
-        self._parameters = [sums.parameters[name] for name in self._order]
         self._sums = sums
         self._bucket = bucket
         self._mean = mean
@@ -63,8 +62,8 @@ class GradientSum:
     @property
     def overlaps(self) -> bool:
         """Whether there are buckets that can travel before all gradients are complete; a GPU's sums follow its last W."""
-        on_host = all(one.device.type == "cpu" for one in self._parameters)
-        return on_host and sum(one.nbytes for one in self._parameters) > self._bucket
+        parameters = self._sums.parameters.values()
+        return all(one.device.type == "cpu" for one in parameters) and sum(one.nbytes for one in parameters) > self._bucket
 
     def begin_step(self) -> None:
         """Start a step, in which no gradient is complete yet."""
@@ -77,7 +76,7 @@ class GradientSum:
         with self._changed:
             self._complete.add(name)
             while self._count < len(self._order) and self._order[self._count] in self._complete:
-                self._nbytes += self._parameters[self._count].nbytes
+                self._nbytes += self._sums.parameters[self._order[self._count]].nbytes
                 self._count += 1
             self._changed.notify()
         if self._nbytes >= self._bucket and not self._has_begun:
@@ -121,9 +120,10 @@ class GradientSum:
                 self._ended.put(error)
 
     def _sum(self) -> tuple[Any, Any, int]:
+        parameters = [self._sums.parameters[name] for name in self._order]
         started = self._mark()
         with named("REDUCE"):
-            nbytes = self._replicas.combine_gradients(self._parameters, self._complete_sum, mean=self._mean)
+            nbytes = self._replicas.combine_gradients(parameters, self._complete_sum, mean=self._mean)
         return started, self._mark(), nbytes
 
     def _complete_sum(self, number: int) -> Tensor:

@@ -56,6 +56,7 @@ from adaptra.runtime.telemetry.start import agree_on_run
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.stages.foreign_microbatches import BatchShapes
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
+from adaptra.runtime.worker.step.rank_context import RankContext
 from adaptra.runtime.worker.step.rank_programs import RankPrograms
 from adaptra.runtime.worker.step.shapes import FIRST, StepShape
 from adaptra.runtime.worker.step.step_parts import Batch, StepParts
@@ -117,28 +118,13 @@ class Worker:
         self.rank = transport.rank
         self.state = state
         self._compiled = compiled
-        self._transport = transport
-        self._job = job
-        self._replicas = replicas
         self._telemetry = telemetry
-        self._options = options
-        self._placement = initial.case.placement
-        self._ranks = len(set(self._placement))
         clock = OpClock.of(state.values())
-        self.monitor = Monitor(self.rank, self._placement, read=clock.read)
-        self._parts = StepParts(
-            compiled,
-            state,
-            self._placement,
-            microbatches,
-            transport,
-            job,
-            replicas,
-            self.monitor,
-            clock.mark,
-            options,
-            reduction,
-        )
+        placement = tuple(initial.case.placement)
+        self.monitor = Monitor(self.rank, placement, read=clock.read)
+        context = RankContext(placement, transport, job, replicas, self.monitor, clock, pacing, options)
+        self._context = context
+        self._parts = StepParts(compiled, state, microbatches, context, reduction)
         self._shapes = {FIRST: self._parts.first}
         self._scales = ShapeScales()
         self._step = first_step
@@ -146,8 +132,10 @@ class Worker:
         self._calls: Counter[str] = Counter()
         self._aborted_by: Exception | None = None
         self.explain: Callable[[Exception, Callable[[], bool]], Exception] = _as_it_is
-        self._shared = SharedValues(state, compiled.train, self._placement, transport, replicas, options.timeout, self.check)
-        self.measured: deque[StageMeasurement] = deque(maxlen=KEPT_MEASUREMENTS * len(self._parts.stages))
+        self._shared = SharedValues(
+            state, compiled.train, self._context.placement, transport, replicas, options.timeout, self.check
+        )
+        self.measured: deque[StageMeasurement] = deque(maxlen=KEPT_MEASUREMENTS * len(self._parts.factory.own))
         self.reduces: tuple[StageReduce, ...] = ()
         self.samples = 0
         self.tokens: tuple[int, str] | None = None
@@ -175,7 +163,7 @@ class Worker:
             AgreeingRanks(
                 log.rank,
                 log.world_size,
-                range(first, first + self._ranks),
+                range(first, first + self._context.ranks),
                 () if replicas is None else replicas.pipeline,
             ),
             under("controller", log.store),
@@ -255,7 +243,7 @@ class Worker:
 
     def _has_any_replica(self, found: bool) -> bool:
         """Return whether this holds on any replica. All of them ask."""
-        return found if self._replicas is None else self._replicas.any_has(found)
+        return found if self._context.replicas is None else self._context.replicas.any_has(found)
 
     def _whole(
         self, step: int, outputs: Mapping[int, StepOutputs], program: Program | None, *, to_all: bool
@@ -267,15 +255,17 @@ class Worker:
         with self._meeting() if to_all or is_routed else self._reporting_errors():
             if program is not None:
                 self._shared_outputs.bring_home(program, step, outputs)
-            own = outputs.get(self._parts.replica)
+            own = outputs.get(self._context.replica)
             flat = None if own is None else own.joined()
             return self._shared_outputs.give_to_all(step, flat) if to_all else flat
 
     @cached_property
     def _shared_outputs(self) -> SharedOutputs:
         device = next((one.device for one in self.state.values()), torch.device("cpu"))
-        timeout = self._options.timeout
-        return SharedOutputs(self._placement[-1], self._transport, self._job, device, self._reserve_stream, timeout)
+        timeout = self._context.options.timeout
+        return SharedOutputs(
+            self._context.placement[-1], self._context.transport, self._context.job, device, self._reserve_stream, timeout
+        )
 
     def add_shape(self, shape: StepShape) -> None:
         """Prepare steps of another shape of batch, between two steps.
@@ -283,7 +273,7 @@ class Worker:
         Raises:
             PlanError: Not even one microbatch fits the memory.
         """
-        added = self._parts.of_shape(shape)
+        added = self._parts.factory.of_shape(shape)
         self._programs.add_shape(added)
         self._shapes[shape.number] = added
 
@@ -299,7 +289,7 @@ class Worker:
         """
         number = self._calls[call]
         self._calls[call] += 1
-        if self._ranks > 1 and is_due(number):
+        if self._context.ranks > 1 and is_due(number):
             with self._reporting_errors():
                 self.controller.send_checksums(call, number, numbers_of(given), self.training_step)
 
@@ -337,30 +327,23 @@ class Worker:
             As :meth:`step`.
         """
         with self._reporting_errors():
-            sums = self._parts.sums
-            sums.begin_step()
             found = self._phases.backward(kept, tangents)
-            if self._replicas is not None:
-                names = [*sums.parameters]
-                self._replicas.combine_gradients([*sums.parameters.values()], lambda number: sums.total(names[number]))
-            sums.fill()
         self.monitor.begin_step()
         return found
 
     @cached_property
     def _phases(self) -> TwoPassStep:
         program = self._programs.first()
-        self._transport.use_lanes(self._step, program)
+        self._context.transport.use_lanes(self._step, program)
         phases = TwoPassStep(
             program,
             self._compiled,
             self.state,
-            self._transport,
+            self._context,
             self._parts.gradients,
-            self._parts.replica,
+            self._parts.end.sums,
             self._parts.buffers.wait,
             lambda part, stage: self._programs.executor(part, {(0, self.rank): stage}),
-            self._options,
         )
         self._programs.reserve(phases.receive_counts)
         return phases
@@ -368,12 +351,12 @@ class Worker:
     def gradient_norm(self, norm_type: float) -> Tensor:
         """Return the norm of all stages' gradients after the last step, the same on every rank; all ranks call it."""
         with self._meeting(all_ranks=True):
-            return self._parts.norms.total(self._step - 1, norm_type, self._options.timeout)
+            return self._parts.norms.total(self._step - 1, norm_type, self._context.options.timeout)
 
     def found_anywhere(self, found: bool) -> bool:
         """Return True if ``found`` is true on any rank after the last step; all ranks call it."""
         with self._meeting(all_ranks=True):
-            return self._parts.norms.found_anywhere(self._step - 1, found, self._options.timeout)
+            return self._parts.norms.found_anywhere(self._step - 1, found, self._context.options.timeout)
 
     def evaluate(
         self,
@@ -402,7 +385,7 @@ class Worker:
         step = -self._evaluations
         of, with_loss = self._shapes[shape], targets is not None
         outputs = self._parts.outputs(of.shape) if with_outputs or not with_loss else {}
-        stages = self._parts.evaluation_stages(of.shape, self.state, with_loss=with_loss, with_outputs=with_outputs)
+        stages = self._parts.factory.evaluation(of.shape, self.state, with_loss=with_loss, with_outputs=with_outputs)
         with self._reporting_errors():
             for compiled in filter(None, (of.shape.larger, of.shape.smaller)):
                 for stage in stages:
@@ -418,7 +401,7 @@ class Worker:
 
         All ranks of the job call it. A step must have run. With several replicas there is a row for each worker.
         """
-        step, job = self._step - 1, self._job
+        step, job = self._step - 1, self._context.job
         self._gathered += 1
         program = self._programs.program
         records = self.monitor.records(step).shifted(job.clock_of(0))
@@ -429,7 +412,7 @@ class Worker:
                 job,
                 f"records/{self._gathered}",
                 {"records": own, "program": str(program) if self.rank == 0 and program.is_one_pipeline else None},
-                self._options.timeout,
+                self._context.options.timeout,
                 self.check,
             )
         if found is None:
@@ -469,23 +452,23 @@ class Worker:
             if not takes_part:
                 return {}
             stream = self._stream()
-            names = [name for name in self._saved_here() if self._placement[self._compiled.names[name][0]] == self.rank]
+            names = [name for name in self._saved_here() if self._context.placement[self._compiled.names[name][0]] == self.rank]
             own = {name: buffers.get(name, self.state[name]).detach() for name in names}
             if self.rank != collector:
-                stream.send(collector, own, self._options.timeout * self._ranks)
+                stream.send(collector, own, self._context.options.timeout * self._context.ranks)
                 return {}
             found = {name: tensor.cpu().clone() for name, tensor in own.items()}
-            for source in range(self._ranks):
+            for source in range(self._context.ranks):
                 if source != collector:
                     found |= self._receive_state(stream, source)
             self._programs.reserve({})
         return found
 
     def _stream(self) -> StateStream:
-        return StateStream(self._transport, max(self._step - 1, 0), self._options.timeout)
+        return StateStream(self._context.transport, max(self._step - 1, 0), self._context.options.timeout)
 
     def _receive_state(self, stream: StateStream, source: int) -> dict[str, Tensor]:
-        self._reserve_stream(self._transport.worker_of(source))
+        self._reserve_stream(self._context.transport.worker_of(source))
         return stream.receive(source)
 
     def _reserve_stream(self, worker: int | None) -> None:
@@ -499,12 +482,12 @@ class Worker:
         """Return copies of the first replica's persistent buffers of these stages; empty without replicas. All replicas call
         it.
         """
-        stages = [self._compiled.train[stage] for stage in self._parts.stages]
+        stages = [self._compiled.train[stage] for stage in self._parts.factory.own]
         parameters = {name for stage in stages for name in stage.parameters}
         buffers = {name: self.state[name] for name in self._saved_here() if name not in parameters}
-        if self._replicas is None or not buffers:
+        if self._context.replicas is None or not buffers:
             return {}
-        return dict(zip(buffers, self._replicas.first(list(buffers.values())), strict=True))
+        return dict(zip(buffers, self._context.replicas.first(list(buffers.values())), strict=True))
 
     def _saved_here(self) -> list[str]:
         return [name for name in self.state if name not in self._compiled.non_persistent]
@@ -512,7 +495,7 @@ class Worker:
     @property
     def trainable(self) -> Mapping[str, Tensor]:
         """The trainable parameters of this rank's stages by name."""
-        return self._parts.trainable
+        return self._parts.end.sums.parameters
 
     @property
     def plan(self) -> Plan:
@@ -542,17 +525,17 @@ class Worker:
         """End this rank's threads and connections."""
         if self._watcher is not None:
             self._watcher.close()
-        self._parts.close()
+        self._parts.end.close()
         # A lost store may never answer the requests that are under way.
         self.controller.close(LOST_STORE_SECONDS if self._membership.has_lost_the_store else CLOSE_SECONDS)
         self._membership.close()
-        self._transport.close()
+        self._context.transport.close()
         self._telemetry.ended(self._step)
 
     @property
     def is_alone(self) -> bool:
         """True if no other rank waits for this one's messages or gradients."""
-        return self._ranks == 1 and self._replicas is None
+        return self._context.ranks == 1 and self._context.replicas is None
 
     def fail(self, error: Exception) -> Exception:
         """Report to all ranks that this rank can't continue.
@@ -564,8 +547,8 @@ class Worker:
         of_store = None if isinstance(error, PeerLostError | LaunchError) else error_of_store(error)
         cause = self._membership.fail(error, of_store=of_store)
         cause = cause if isinstance(cause, Exception) else error
-        if self._replicas is not None and isinstance(cause, PeerLostError):
-            cause = self._replicas.placed(cause)
+        if self._context.replicas is not None and isinstance(cause, PeerLostError):
+            cause = self._context.replicas.placed(cause)
         self.abort(cause)
         self._telemetry.failed(self._step, cause, self.monitor)
         return cause
@@ -579,10 +562,10 @@ class Worker:
         """End all waits of this rank, now and later, with this error. Any thread may call it."""
         if self._aborted_by is None:
             self._aborted_by = error
-        self._transport.abort(error)
+        self._context.transport.abort(error)
         self.controller.abort(error)
-        if self._replicas is not None:
-            self._replicas.abort()
+        if self._context.replicas is not None:
+            self._context.replicas.abort()
 
     def check(self) -> None:
         """Raise the error that has ended this rank's waits, if there is one."""
@@ -620,7 +603,7 @@ class Worker:
 
     def _abort_by_control(self, error: BaseException) -> None:
         """End this rank's waits for messages after a failure of the control plane, which informs the other ranks itself."""
-        self._transport.abort(error if isinstance(error, Exception) else AdaptraError(str(error)))
+        self._context.transport.abort(error if isinstance(error, Exception) else AdaptraError(str(error)))
 
 
 def _as_it_is(error: Exception, is_known: Callable[[], bool]) -> Exception:
