@@ -82,7 +82,7 @@ class StageFactory:
 
         These are handed over before they are read.
         """
-        buffers = {name: self.state[name].clone() for name in self.changing(number)}
+        buffers = {name: self.state[name].clone() for name in changing_in(self.compiled, number)}
         return self._stage(replica, number, self.compiled, {**self.state, **buffers}, self._microbatches, gradients)
 
     def evaluation(
@@ -103,10 +103,6 @@ class StageFactory:
         if shape.smaller is None or shape.count is None:
             return {stage: of(shape.larger, stage) for stage in self.own}
         return {stage: UnevenForwards(of(shape.larger, stage), of(shape.smaller, stage), shape.count) for stage in self.own}
-
-    def changing(self, stage: int) -> list[str]:
-        """Return the names of the buffers that a stage changes."""
-        return changing_in(self.compiled, stage)
 
     def _home(self, number: int, shape: StepShape, compiled: CompiledStages, microbatch: int) -> TrainingStage:
         """Return a stage for the microbatches of the same size as this one."""
@@ -138,7 +134,7 @@ class StageFactory:
             gradients=gradients,
             reduction=self._reduction,
             await_buffers=self._await_buffers,
-            changing=self.changing(number),
+            changing=changing_in(self.compiled, number),
             complete=complete,
         )
 
