@@ -686,7 +686,7 @@ class Pipeline(ModuleMethods):
         That is soon after the step. Other ranks have those of their own stages.
         """
         workers = self._require().workers
-        return next((worker.reduces for worker in workers if worker.controller.coordinates), workers[0].reduces)
+        return next((worker.last.reduces for worker in workers if worker.controller.coordinates), workers[0].last.reduces)
 
     def explain(self, *, equations: bool = False) -> str:
         """Explain the plan: its period and makespan, what limits it and what would help; with ``equations`` also the equations.
@@ -752,8 +752,8 @@ class Pipeline(ModuleMethods):
         # After a failed step the others' last one may be another.
         same = [records, *(one for worker in others for one in worker.monitor.kept if one.step == records.step)]
         seconds = max(one.end for one in same) - min(one.start for one in same)
-        tokens, counted_in = first.tokens or (None, None)
-        return MeasuredStep(first.steps_before + records.step, seconds, first.samples, tokens, counted_in)
+        tokens, counted_in = first.last.tokens or (None, None)
+        return MeasuredStep(first.numbers.steps_before + records.step, seconds, first.last.samples, tokens, counted_in)
 
     def report(self) -> str:
         """Return a table of the stages with their FLOPs, parameters, activations, peak memory and messages.

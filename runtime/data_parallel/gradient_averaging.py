@@ -99,18 +99,16 @@ class Replicas:
             links = measure_links(self._aside, MEASURED_ROUNDS).values()
         return best_bucket_bytes(nbytes, self._count, slowest([*links]))
 
-    def combine_gradients(
-        self, parameters: Sequence[Tensor], *, mean: bool = True, wait: Callable[[int], None] | None = None
-    ) -> int:
+    def combine_gradients(self, like: Sequence[Tensor], gradient: Callable[[int], Tensor], *, mean: bool = True) -> int:
         """Replace every gradient by its mean over the replicas, or by their sum.
 
         The sum is the left fold in the replicas' order, see :mod:`.collectives.fold`, and the copies stay bitwise equal. Waits
         for the replicas' ranks of this stage alone: other stages may still compute.
 
         Args:
-            parameters: The parameters, in the same order on all replicas.
+            like: The parameters, in the same order on all replicas.
+            gradient: Returns the gradient of the parameter of this number once it is complete.
             mean: Whether to divide by the number of replicas.
-            wait: Returns when the gradient of the parameter of this number is complete. None if all are.
 
         Returns:
             The bytes of the gradients.
@@ -118,18 +116,9 @@ class Replicas:
         Raises:
             PeerLostError: Another replica has failed; names its worker if that is known.
         """
-
-        def gradient(number: int) -> Tensor:
-            if wait is not None:
-                wait(number)
-            parameter = parameters[number]
-            if parameter.grad is None:  # only here: another replica's part of the batch may have used the parameter
-                parameter.grad = torch.zeros_like(parameter)
-            return parameter.grad
-
         with self._naming_the_lost():
-            self._sums[self._group].combine_late(parameters, gradient, mean=mean)
-        return sum(one.nbytes for one in parameters)
+            self._sums[self._group].combine_late(like, gradient, mean=mean)
+        return sum(one.nbytes for one in like)
 
     def combine_losses(
         self, losses: Tensor, *, mean: bool = True, aside: bool = False, beside: Sequence[Tensor] = ()

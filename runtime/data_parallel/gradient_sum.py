@@ -8,13 +8,14 @@ first. So the bits and the messages are those of a sum at the end of the step.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from queue import SimpleQueue
 from typing import Any
 
 from torch import Tensor
 
 from adaptra.profiled import named
+from adaptra.runtime.data_parallel.accumulators import Accumulators
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 
 
@@ -27,7 +28,7 @@ class GradientSum:
 
     Args:
         replicas: The ranks that have copies of these stages.
-        parameters: The trainable parameters of this rank's stages by name.
+        sums: Those of this replica, of the trainable parameters of this rank's stages.
         late: The names of those whose gradients are complete only at the end of a step.
         bucket: The most bytes of gradients that travel as one tensor.
         mean: Whether the sum is divided by the number of replicas.
@@ -37,7 +38,7 @@ class GradientSum:
     def __init__(
         self,
         replicas: Replicas,
-        parameters: Mapping[str, Tensor],
+        sums: Accumulators,
         late: Collection[str],
         bucket: int,
         mean: bool,
@@ -45,8 +46,8 @@ class GradientSum:
     ) -> None:
         self._replicas = replicas
         # The backward pass computes the last layer's gradients first.
-        self._order = [*(name for name in reversed([*parameters]) if name not in late), *sorted(late)]
-        self._parameters = [parameters[name] for name in self._order]
+        self._order = [*(name for name in reversed([*sums.parameters]) if name not in late), *sorted(late)]
+        self._sums = sums
         self._bucket = bucket
         self._mean = mean
         self._mark = mark
@@ -61,8 +62,8 @@ class GradientSum:
     @property
     def overlaps(self) -> bool:
         """Whether there are buckets that can travel before all gradients are complete; a GPU's sums follow its last W."""
-        on_host = all(one.device.type == "cpu" for one in self._parameters)
-        return on_host and sum(one.nbytes for one in self._parameters) > self._bucket
+        parameters = self._sums.parameters.values()
+        return all(one.device.type == "cpu" for one in parameters) and sum(one.nbytes for one in parameters) > self._bucket
 
     def begin_step(self) -> None:
         """Start a step, in which no gradient is complete yet."""
@@ -75,7 +76,7 @@ class GradientSum:
         with self._changed:
             self._complete.add(name)
             while self._count < len(self._order) and self._order[self._count] in self._complete:
-                self._nbytes += self._parameters[self._count].nbytes
+                self._nbytes += self._sums.parameters[self._order[self._count]].nbytes
                 self._count += 1
             self._changed.notify()
         if self._nbytes >= self._bucket and not self._has_begun:
@@ -119,14 +120,16 @@ class GradientSum:
                 self._ended.put(error)
 
     def _sum(self) -> tuple[Any, Any, int]:
+        parameters = [self._sums.parameters[name] for name in self._order]
         started = self._mark()
         with named("REDUCE"):
-            nbytes = self._replicas.combine_gradients(self._parameters, mean=self._mean, wait=self._wait)
+            nbytes = self._replicas.combine_gradients(parameters, self._complete_sum, mean=self._mean)
         return started, self._mark(), nbytes
 
-    def _wait(self, number: int) -> None:
-        """Wait until the gradient of a parameter is complete, and of all before it."""
+    def _complete_sum(self, number: int) -> Tensor:
+        """Wait until the gradient of a parameter is complete, and of all before it. It is zeros if only others have one."""
         with self._changed:
             self._changed.wait_for(lambda: self._count > number or self._is_closed)
             if self._count <= number:
                 raise _ClosedError
+        return self._sums.total(self._order[number])

@@ -1,4 +1,4 @@
-"""Gradients of one rank's parameters: accumulated per microbatch, and combined if stages share a parameter.
+"""Gradients of one rank's parameters: added up per microbatch, and combined if stages share a parameter.
 
 W ops run in microbatch order on every stage under every plan. So sums are taken in one order and are bitwise the same (rule 1).
 
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program.placement import Edge, has_several, stages_of
+from adaptra.runtime.data_parallel.accumulators import Accumulators
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 
 Content = TypeVar("Content")
@@ -132,11 +133,11 @@ class _SharedMessages:
 
 
 class Gradients:
-    """Accumulates the gradients of one rank's parameters into ``parameter.grad``.
+    """Adds up the gradients of one rank's parameters.
 
     Args:
         rank: This rank.
-        parameters: The trainable parameters of its stages by name.
+        sums: Takes the sums of the trainable parameters of its stages.
         shared: All parameters of the pipeline that several stages use, the same on every rank.
         placement: ``placement[stage]`` is the stage's rank.
         transport: Carries the contributions of shared parameters.
@@ -149,7 +150,7 @@ class Gradients:
     def __init__(
         self,
         rank: int,
-        parameters: Mapping[str, Tensor],
+        sums: Accumulators,
         shared: Sequence[SharedParameter],
         placement: Sequence[int],
         transport: Transport,
@@ -158,12 +159,12 @@ class Gradients:
         foreign: tuple[int, int] | None = None,
     ) -> None:
         self._before_message = before_message
-        self._parameters = parameters
+        self._sums = sums
         self._placement = placement
         self._transport = transport
         self._timeout = timeout
         self._step = -1
-        here = [one for one in shared if one.name in parameters]
+        here = [one for one in shared if one.name in sums.parameters]
         self._shared = {one.name for one in here}
         self._replica, computed = foreign or (0, None)
         self._owned = [one for one in here if placement[one.owner] == rank]
@@ -197,7 +198,7 @@ class Gradients:
         return counts
 
     def begin_step(self, step: int, away: AwayFromHome | None = None) -> None:
-        """Start a step, and discard the remains of an interrupted one.
+        """Start a step, whose sums have begun, and discard the remains of an interrupted one.
 
         Args:
             step: The step's number.
@@ -213,14 +214,14 @@ class Gradients:
     def add(self, stage: int, name: str, microbatch: int, gradient: Tensor | None, *, fresh: bool = False) -> None:
         """Take a stage's gradient of a parameter of one microbatch; for a shared one, one contribution, in autograd's order.
 
-        No other code refers to a ``fresh`` gradient: it may become the parameter's ``grad``.
+        No other code refers to a ``fresh`` gradient: it may become the sum.
         """
         if name in self._shared:
-            gradient = torch.zeros_like(self._parameters[name]) if gradient is None else gradient
+            gradient = torch.zeros_like(self._sums.parameters[name]) if gradient is None else gradient
             # Kept or sent beyond the end of W, when the buffers it may be a view of are reused.
             self._own.setdefault(microbatch, {}).setdefault((stage, name), []).append(gradient.clone())
         elif gradient is not None:
-            _accumulate(self._parameters[name], gradient, fresh=fresh)
+            self._sums.add(name, gradient, fresh=fresh)
 
     def end_microbatch(self, stage: int, microbatch: int) -> None:
         """Send contributions for other owners that are complete with a stage's W, and add up those that have arrived."""
@@ -244,12 +245,11 @@ class Gradients:
 
     def hand_over(self, names: Sequence[str]) -> tuple[Tensor, ...]:
         """Return the sums of parameters so far, for another worker that continues them. This rank then has none."""
-        found = [self._parameters[name].grad for name in names]
-        for name in names:
-            self._parameters[name].grad = None
+        found = [self._sums.take(name) for name in names]
         present = torch.tensor([one is not None for one in found], dtype=torch.uint8)
         sums = [
-            torch.zeros_like(self._parameters[name]) if one is None else one for name, one in zip(names, found, strict=True)
+            torch.zeros_like(self._sums.parameters[name]) if one is None else one
+            for name, one in zip(names, found, strict=True)
         ]
         return (present, *sums)
 
@@ -257,33 +257,24 @@ class Gradients:
         """Continue sums that another worker has handed over. They are copied."""
         present, *found = sums
         for name, is_present, one in zip(names, present.tolist(), found, strict=True):
-            parameter = self._parameters[name]
-            parameter.grad = torch.empty_like(parameter).copy_(one) if is_present else None
-
-    def begin_from(self, home: Gradients | None, names: Sequence[str]) -> None:
-        """Begin sums of another replica with copies of this replica's gradients, or with none if another worker begins them.
-
-        Gradients of earlier steps are the same in all replicas, since their mean or sum was taken.
-        """
-        for name in names:
-            before = None if home is None else home._parameters[name].grad
-            self._parameters[name].grad = None if before is None else before.clone()
+            if is_present:
+                self._sums.put(name, one)
 
     def unshared(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return each of these parameters that no other rank contributes to, once."""
         return tuple(name for name in dict.fromkeys(names) if name not in self._shared)
 
     def end_step(self) -> None:
-        """Finish the step: after this every copy of a shared parameter has the same gradient."""
+        """Finish the step: after this every copy of a shared parameter has the same sum."""
         self._add_up(wait=True)
         for edge, names in self._messages.sums_to.items():
             # Copies: replicas, clipping and the optimizer may write to the gradients before the message has left.
-            sums = [_gradient(self._parameters[name]).clone() for name in names]
+            sums = [self._sums.total(name).clone() for name in names]
             self._send(self._sum, edge, 0, names, sums)
         returning = {edge: self._receive(self._sum, edge, 0, names) for edge, names in self._messages.sums_from.items()}
         for edge, pending in returning.items():
             for name, gradient in zip(self._messages.sums_from[edge], pending.wait(self._timeout), strict=True):
-                self._parameters[name].grad = torch.empty_like(self._parameters[name]).copy_(gradient)
+                self._sums.put(name, gradient)
             self._transport.release(pending)
 
     def _add_up(self, wait: bool) -> None:
@@ -308,7 +299,7 @@ class Gradients:
                 total, *others = (contributions[user, one.name].pop(0) for user in one.order)
                 for other in others:
                     total = total + other
-                _accumulate(self._parameters[one.name], total)
+                self._sums.add(one.name, total)
             for pending in arriving.values():
                 self._transport.release(pending)
             del self._arriving[self._next]
@@ -330,7 +321,7 @@ class Gradients:
         return self._away.transport.receive(worker, identity)
 
     def _spec(self, names: Sequence[str]) -> MessageSpec:
-        parameters = (self._parameters[name] for name in names)
+        parameters = (self._sums.parameters[name] for name in names)
         return tuple(TensorSpec(tuple(one.shape), one.dtype) for one in parameters)
 
     def _send(self, purpose: Purpose, edge: Edge, microbatch: int, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
@@ -349,17 +340,3 @@ def _by_edge(pairs: Iterable[tuple[Edge, Content]]) -> dict[Edge, list[Content]]
     for edge, content in pairs:
         found.setdefault(edge, []).append(content)
     return found
-
-
-def _accumulate(parameter: Tensor, gradient: Tensor, *, fresh: bool = False) -> None:
-    """Add as autograd does. The first gradient is copied unless it is fresh and laid out as its parameter."""
-    if parameter.grad is None:
-        may_stay = fresh and (gradient.stride(), gradient.dtype) == (parameter.stride(), parameter.dtype)
-        parameter.grad = gradient if may_stay else torch.empty_like(parameter).copy_(gradient)
-    else:
-        parameter.grad += gradient
-
-
-def _gradient(parameter: Tensor) -> Tensor:
-    assert parameter.grad is not None, "the owner of a shared parameter has added its gradients"
-    return parameter.grad

@@ -7,7 +7,6 @@ torchrun a process has one worker; without a launcher a process has one per rank
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -35,35 +34,27 @@ from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.control_store.stores import Connection, error_of_store, own_address, rank_0_has
-from adaptra.runtime.data_parallel.gradient_averaging import Replicas
-from adaptra.runtime.detection.shape_scales import ShapeScales
-from adaptra.runtime.devices.device_clock import OpClock
-from adaptra.runtime.exchange.state_stream import SPEC, UNDER_WAY, StateStream
 from adaptra.runtime.exchange.store_exchange import gather
-from adaptra.runtime.injection.emulation import Pacing
-from adaptra.runtime.measuring.measurement import StageMeasurement
 from adaptra.runtime.measuring.monitor import Monitor, StepRecords, merge_timelines
-from adaptra.runtime.measuring.reduces import StageReduce, StepReduces, own_reduce
+from adaptra.runtime.measuring.reduces import StepReduces, own_reduce
 from adaptra.runtime.membership.membership import Membership
 from adaptra.runtime.membership.timing import LOST_STORE_SECONDS
-from adaptra.runtime.options import Options
 from adaptra.runtime.outputs.sharing import SharedOutputs
 from adaptra.runtime.outputs.step_outputs import StepOutputs
 from adaptra.runtime.rdma.watch import RdmaEvent, watch
-from adaptra.runtime.state.shared_values import SharedValues
 from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.telemetry.start import agree_on_run
-from adaptra.runtime.transports.base import Transport
+from adaptra.runtime.worker.call_numbers import CallNumbers
+from adaptra.runtime.worker.last_steps import LastSteps
+from adaptra.runtime.worker.rank_values import RankValues
 from adaptra.runtime.worker.stages.foreign_microbatches import BatchShapes
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
+from adaptra.runtime.worker.step.rank_context import RankContext
 from adaptra.runtime.worker.step.rank_programs import RankPrograms
 from adaptra.runtime.worker.step.shapes import FIRST, StepShape
 from adaptra.runtime.worker.step.step_parts import Batch, StepParts
 from adaptra.runtime.worker.step.two_pass import PendingBackward, TwoPassStep
 from adaptra.simulation.timeline import Timeline
-
-KEPT_MEASUREMENTS: Final = 5
-"""The number of steps whose stage measurements a worker keeps."""
 
 
 class Worker:
@@ -76,25 +67,18 @@ class Worker:
         compiled: The model's stages.
         state: The parameters and buffers of this rank's stages by their names in the user's model.
         microbatches: Microbatches per step.
-        transport: This rank's transport, which joins the ranks of its pipeline.
-        job: The transport of all ranks of the job, of which that is a part; the same without replicas.
+        context: This rank.
         initial: The plan of the first step, the same on every rank; its placement defines this rank's stages.
         planning: The compiler, as the controller uses it.
-        replicas: The ranks that have copies of these stages, or None without data parallelism.
-        pacing: Lengthens ops on emulated devices and slowed stages.
         telemetry: Takes this rank's records.
-        options: Seed and timeout.
         first_step: The number of the first step.
         reduction: The reduction of the losses of microbatches and replicas to that of the batch.
 
     Attributes:
-        initial: As given.
-        measured: Measurements of this rank's stages in the last steps, oldest first.
-        reduces: REDUCE of the last step but one, on this rank's stages. On the coordinator's rank that of all stages, in the
-            last step of which all ranks have told it.
-        samples: The rows of the last step's batch.
-        tokens: Its tokens and the input that they are counted in, as :attr:`.shapes.StepShape.tokens`.
-        steps_before: The number of training steps before this worker's first one, which random numbers add to the step.
+        state, initial: As given.
+        numbers: The numbers of the rank's calls.
+        last: What is known of the last steps.
+        values: Moves parameters and buffers between two steps.
         explain: Returns the cause of an error, for the user and the other ranks.
     """
 
@@ -103,55 +87,24 @@ class Worker:
         compiled: CompiledStages,
         state: Mapping[str, Tensor],
         microbatches: int,
-        transport: Transport,
-        job: Transport,
+        context: RankContext,
         initial: Plan,
         planning: Planning,
-        replicas: Replicas | None,
-        pacing: Pacing,
         telemetry: RankTelemetry,
-        options: Options,
         first_step: int = 0,
         reduction: Reduction = Reduction.MEAN,
     ) -> None:
-        self.rank = transport.rank
+        transport, job, replicas, options = context.transport, context.job, context.replicas, context.options
         self.state = state
-        self._compiled = compiled
-        self._transport = transport
-        self._job = job
-        self._replicas = replicas
+        self.initial = initial
+        self.numbers: Final = CallNumbers(first_step)
+        self._context = context
         self._telemetry = telemetry
-        self._options = options
-        self._placement = initial.case.placement
-        self._ranks = len(set(self._placement))
-        clock = OpClock.of(state.values())
-        self.monitor = Monitor(self.rank, self._placement, read=clock.read)
-        self._parts = StepParts(
-            compiled,
-            state,
-            self._placement,
-            microbatches,
-            transport,
-            job,
-            replicas,
-            self.monitor,
-            clock.mark,
-            options,
-            reduction,
-        )
-        self._shapes = {FIRST: self._parts.first}
-        self._scales = ShapeScales()
-        self._step = first_step
-        self.steps_before = self._evaluations = self._gathered = 0
-        self._calls: Counter[str] = Counter()
         self._aborted_by: Exception | None = None
         self.explain: Callable[[Exception, Callable[[], bool]], Exception] = _as_it_is
-        self._shared = SharedValues(state, compiled.train, self._placement, transport, replicas, options.timeout, self.check)
-        self.measured: deque[StageMeasurement] = deque(maxlen=KEPT_MEASUREMENTS * len(self._parts.stages))
-        self.reduces: tuple[StageReduce, ...] = ()
-        self.samples = 0
-        self.tokens: tuple[int, str] | None = None
-        self.initial = initial
+        self._parts = StepParts(compiled, state, microbatches, context, reduction)
+        self._shapes = {FIRST: self._parts.first}
+        self.last: Final = LastSteps(len(self._parts.factory.own))
         self._programs = RankPrograms(
             compiled,
             self._parts.stages_of,
@@ -162,12 +115,13 @@ class Worker:
             transport,
             job,
             initial,
-            pacing,
-            self.monitor,
-            clock,
+            context.pacing,
+            context.monitor,
+            context.clock,
             options.timeout,
             self._parts.receive_counts(),
         )
+        self.values: Final = RankValues(context, self._parts.factory, self._programs, self.numbers, self._meeting, self.check)
         # Replicas that compute for each other agree on one plan log.
         log = job if isinstance(planning, JobPlanning) else transport
         first = log.rank - self.rank
@@ -175,7 +129,7 @@ class Worker:
             AgreeingRanks(
                 log.rank,
                 log.world_size,
-                range(first, first + self._ranks),
+                range(first, first + self._context.ranks),
                 () if replicas is None else replicas.pipeline,
             ),
             under("controller", log.store),
@@ -227,7 +181,7 @@ class Worker:
             PeerLostError: Another rank failed; names it, and the edge and op where known.
             TransportError: A message could not be exchanged.
         """
-        step = self._step
+        step = self.numbers.next_step
         with self._reporting_errors():
             plan = self.controller.plan_for(step)
             goes_home = not plan.program.is_one_pipeline and self._has_any_replica(shape != FIRST)
@@ -237,25 +191,20 @@ class Worker:
             self._telemetry.begin_step(step, replace(self.plan, program=self.program) if goes_home else self.plan)
             self.monitor.begin_step()
             started = time.monotonic()
-            losses = self._parts.run(executor, step, inputs, targets, loss_scale, self.steps_before, of, outputs)
+            losses = self._parts.run(executor, step, inputs, targets, loss_scale, self.numbers.steps_before, of, outputs)
             measurement = self.monitor.end_step(step, started, time.monotonic(), of.shape.code)
-            self.samples, self.tokens = sum(of.shape.rows), of.shape.tokens
-            # Ops and messages of another shape take other times, which are no change of a stage or link.
-            comparable = replace(measurement, stages=(), edges=())
-            if of.sizes is not None and not goes_home:
-                comparable = self._scales.convert(of.shape.code, of.sizes, measurement)
-            self.measured.extend(comparable.stages)
+            comparable = self.last.take(measurement, of, at_home=goes_home)
             if not self.controller.coordinates:
-                self.reduces = own_reduce(measurement)
+                self.last.reduces = own_reduce(measurement)
             self.controller.report(comparable)
             self._telemetry.end_step(measurement, self.monitor.kept[-1])
         flat = self._whole(step, outputs, executor.program, to_all=to_all)
-        self._step += 1
+        self.numbers.next_step += 1
         return losses, flat
 
     def _has_any_replica(self, found: bool) -> bool:
         """Return whether this holds on any replica. All of them ask."""
-        return found if self._replicas is None else self._replicas.any_has(found)
+        return found if self._context.replicas is None else self._context.replicas.any_has(found)
 
     def _whole(
         self, step: int, outputs: Mapping[int, StepOutputs], program: Program | None, *, to_all: bool
@@ -267,15 +216,17 @@ class Worker:
         with self._meeting() if to_all or is_routed else self._reporting_errors():
             if program is not None:
                 self._shared_outputs.bring_home(program, step, outputs)
-            own = outputs.get(self._parts.replica)
+            own = outputs.get(self._context.replica)
             flat = None if own is None else own.joined()
             return self._shared_outputs.give_to_all(step, flat) if to_all else flat
 
     @cached_property
     def _shared_outputs(self) -> SharedOutputs:
         device = next((one.device for one in self.state.values()), torch.device("cpu"))
-        timeout = self._options.timeout
-        return SharedOutputs(self._placement[-1], self._transport, self._job, device, self._reserve_stream, timeout)
+        timeout = self._context.options.timeout
+        return SharedOutputs(
+            self._context.placement[-1], self._context.transport, self._context.job, device, self.values.reserve_stream, timeout
+        )
 
     def add_shape(self, shape: StepShape) -> None:
         """Prepare steps of another shape of batch, between two steps.
@@ -283,7 +234,7 @@ class Worker:
         Raises:
             PlanError: Not even one microbatch fits the memory.
         """
-        added = self._parts.of_shape(shape)
+        added = self._parts.factory.of_shape(shape)
         self._programs.add_shape(added)
         self._shapes[shape.number] = added
 
@@ -297,11 +248,11 @@ class Worker:
 
         See :mod:`adaptra.runtime.control.agreement.same_rows`.
         """
-        number = self._calls[call]
-        self._calls[call] += 1
-        if self._ranks > 1 and is_due(number):
+        number = self.numbers.compared[call]
+        self.numbers.compared[call] += 1
+        if self._context.ranks > 1 and is_due(number):
             with self._reporting_errors():
-                self.controller.send_checksums(call, number, numbers_of(given), self.training_step)
+                self.controller.send_checksums(call, number, numbers_of(given), self.numbers.training_step)
 
     def forward(self, inputs: Batch) -> tuple[tuple[Tensor, ...], PendingBackward]:
         """Run the forward pass of all microbatches of a pipeline without a loss.
@@ -317,10 +268,10 @@ class Worker:
         """
         with self._reporting_errors():
             self._parts.buffers.begin()
-            outputs, kept = self._phases.forward(self._step, inputs)
+            outputs, kept = self._phases.forward(self.numbers.next_step, inputs)
             self._parts.buffers.end()
         self.monitor.begin_step()
-        self._step += 1
+        self.numbers.next_step += 1
         return outputs, kept
 
     def backward(self, kept: PendingBackward, tangents: Batch) -> tuple[Tensor, ...]:
@@ -338,25 +289,22 @@ class Worker:
         """
         with self._reporting_errors():
             found = self._phases.backward(kept, tangents)
-            if self._replicas is not None:
-                self._replicas.combine_gradients(list(self._parts.trainable.values()))
         self.monitor.begin_step()
         return found
 
     @cached_property
     def _phases(self) -> TwoPassStep:
         program = self._programs.first()
-        self._transport.use_lanes(self._step, program)
+        self._context.transport.use_lanes(self.numbers.next_step, program)
         phases = TwoPassStep(
             program,
-            self._compiled,
+            self._parts.factory.compiled,
             self.state,
-            self._transport,
+            self._context,
             self._parts.gradients,
-            self._parts.replica,
+            self._parts.end.sums,
             self._parts.buffers.wait,
             lambda part, stage: self._programs.executor(part, {(0, self.rank): stage}),
-            self._options,
         )
         self._programs.reserve(phases.receive_counts)
         return phases
@@ -364,12 +312,12 @@ class Worker:
     def gradient_norm(self, norm_type: float) -> Tensor:
         """Return the norm of all stages' gradients after the last step, the same on every rank; all ranks call it."""
         with self._meeting(all_ranks=True):
-            return self._parts.norms.total(self._step - 1, norm_type, self._options.timeout)
+            return self._parts.norms.total(self.numbers.next_step - 1, norm_type, self._context.options.timeout)
 
     def found_anywhere(self, found: bool) -> bool:
         """Return True if ``found`` is true on any rank after the last step; all ranks call it."""
         with self._meeting(all_ranks=True):
-            return self._parts.norms.found_anywhere(self._step - 1, found, self._options.timeout)
+            return self._parts.norms.found_anywhere(self.numbers.next_step - 1, found, self._context.options.timeout)
 
     def evaluate(
         self,
@@ -393,12 +341,12 @@ class Worker:
             With targets the loss of every microbatch, the mean over the replicas, on every rank. Then the flat outputs of the
             whole batch, if they are wanted or there are no targets. They are on the rank of the last stage, or on all ranks.
         """
-        self._evaluations += 1
+        self.numbers.evaluations += 1
         # Evaluations count backwards, so that their messages are never taken for those of a training step.
-        step = -self._evaluations
+        step = -self.numbers.evaluations
         of, with_loss = self._shapes[shape], targets is not None
         outputs = self._parts.outputs(of.shape) if with_outputs or not with_loss else {}
-        stages = self._parts.evaluation_stages(of.shape, self.state, with_loss=with_loss, with_outputs=with_outputs)
+        stages = self._parts.factory.evaluation(of.shape, self.state, with_loss=with_loss, with_outputs=with_outputs)
         with self._reporting_errors():
             for compiled in filter(None, (of.shape.larger, of.shape.smaller)):
                 for stage in stages:
@@ -414,8 +362,8 @@ class Worker:
 
         All ranks of the job call it. A step must have run. With several replicas there is a row for each worker.
         """
-        step, job = self._step - 1, self._job
-        self._gathered += 1
+        step, job = self.numbers.next_step - 1, self._context.job
+        self.numbers.timelines += 1
         program = self._programs.program
         records = self.monitor.records(step).shifted(job.clock_of(0))
         own = replace(records, rank=job.rank).to_json()
@@ -423,9 +371,9 @@ class Worker:
         with self._meeting():
             found = gather(
                 job,
-                f"records/{self._gathered}",
+                f"records/{self.numbers.timelines}",
                 {"records": own, "program": str(program) if self.rank == 0 and program.is_one_pipeline else None},
-                self._options.timeout,
+                self._context.options.timeout,
                 self.check,
             )
         if found is None:
@@ -439,76 +387,20 @@ class Worker:
             program = join(programs, uneven=True)
         return merge_timelines(program, measured, joined=is_joined)
 
-    def align_copies(self) -> None:
-        """Replace copies of values by the first holder's, and log it if any differed; all ranks call it."""
-        with self._meeting():
-            self._shared.align(self._stream(), self._receive_state)
-            self._programs.reserve({})
+    @property
+    def rank(self) -> int:
+        """This rank in its pipeline."""
+        return self._context.rank
 
     @property
-    def shares_values(self) -> bool:
-        """True if ranks of this job have copies of the same values."""
-        return self._shared.exist
-
-    def full_state(self, collector: int, takes_part: bool, from_first: bool) -> dict[str, Tensor]:
-        """Return the model's parameters and persistent buffers by name, on one rank of a pipeline; nothing elsewhere.
-
-        All ranks call it; their states are sent one after the other.
-
-        Args:
-            collector: The rank of the pipeline that gets them, as CPU tensors of its own.
-            takes_part: Whether the pipeline is that of the collector.
-            from_first: Whether to take the first replica's buffers, because this is another replica.
-        """
-        with self._meeting():
-            buffers = self.buffers_of_first_replica() if from_first else {}
-            if not takes_part:
-                return {}
-            stream = self._stream()
-            names = [name for name in self._saved_here() if self._placement[self._compiled.names[name][0]] == self.rank]
-            own = {name: buffers.get(name, self.state[name]).detach() for name in names}
-            if self.rank != collector:
-                stream.send(collector, own, self._options.timeout * self._ranks)
-                return {}
-            found = {name: tensor.cpu().clone() for name, tensor in own.items()}
-            for source in range(self._ranks):
-                if source != collector:
-                    found |= self._receive_state(stream, source)
-            self._programs.reserve({})
-        return found
-
-    def _stream(self) -> StateStream:
-        return StateStream(self._transport, max(self._step - 1, 0), self._options.timeout)
-
-    def _receive_state(self, stream: StateStream, source: int) -> dict[str, Tensor]:
-        self._reserve_stream(self._transport.worker_of(source))
-        return stream.receive(source)
-
-    def _reserve_stream(self, worker: int | None) -> None:
-        """Provide receive buffers of a stream from a worker of the job until the next call; of none without a worker."""
-        if worker is None:
-            self._programs.reserve({})
-        else:
-            self._programs.reserve_once({(worker, SPEC): UNDER_WAY})
-
-    def buffers_of_first_replica(self) -> dict[str, Tensor]:
-        """Return copies of the first replica's persistent buffers of these stages; empty without replicas. All replicas call
-        it.
-        """
-        stages = [self._compiled.train[stage] for stage in self._parts.stages]
-        parameters = {name for stage in stages for name in stage.parameters}
-        buffers = {name: self.state[name] for name in self._saved_here() if name not in parameters}
-        if self._replicas is None or not buffers:
-            return {}
-        return dict(zip(buffers, self._replicas.first(list(buffers.values())), strict=True))
-
-    def _saved_here(self) -> list[str]:
-        return [name for name in self.state if name not in self._compiled.non_persistent]
+    def monitor(self) -> Monitor:
+        """Records this rank's ops and messages."""
+        return self._context.monitor
 
     @property
     def trainable(self) -> Mapping[str, Tensor]:
         """The trainable parameters of this rank's stages by name."""
-        return self._parts.trainable
+        return self._parts.end.sums.parameters
 
     @property
     def plan(self) -> Plan:
@@ -520,16 +412,6 @@ class Worker:
         """The program of the last step, without messages; that of the first plan if none has run."""
         return self._programs.program
 
-    @property
-    def training_step(self) -> int:
-        """The number of the next step in the whole training, including the steps of earlier pipelines."""
-        return self.steps_before + self._step
-
-    @property
-    def next_step(self) -> int:
-        """The number of the next step."""
-        return self._step
-
     def leave(self) -> None:
         """Report that this rank will close. Ranks of one process all do so before one of them waits for the others."""
         self._membership.leave()
@@ -538,17 +420,17 @@ class Worker:
         """End this rank's threads and connections."""
         if self._watcher is not None:
             self._watcher.close()
-        self._parts.close()
+        self._parts.end.close()
         # A lost store may never answer the requests that are under way.
         self.controller.close(LOST_STORE_SECONDS if self._membership.has_lost_the_store else CLOSE_SECONDS)
         self._membership.close()
-        self._transport.close()
-        self._telemetry.ended(self._step)
+        self._context.transport.close()
+        self._telemetry.ended(self.numbers.next_step)
 
     @property
     def is_alone(self) -> bool:
         """True if no other rank waits for this one's messages or gradients."""
-        return self._ranks == 1 and self._replicas is None
+        return self._context.ranks == 1 and self._context.replicas is None
 
     def fail(self, error: Exception) -> Exception:
         """Report to all ranks that this rank can't continue.
@@ -560,10 +442,10 @@ class Worker:
         of_store = None if isinstance(error, PeerLostError | LaunchError) else error_of_store(error)
         cause = self._membership.fail(error, of_store=of_store)
         cause = cause if isinstance(cause, Exception) else error
-        if self._replicas is not None and isinstance(cause, PeerLostError):
-            cause = self._replicas.placed(cause)
+        if self._context.replicas is not None and isinstance(cause, PeerLostError):
+            cause = self._context.replicas.placed(cause)
         self.abort(cause)
-        self._telemetry.failed(self._step, cause, self.monitor)
+        self._telemetry.failed(self.numbers.next_step, cause, self.monitor)
         return cause
 
     @property
@@ -575,10 +457,10 @@ class Worker:
         """End all waits of this rank, now and later, with this error. Any thread may call it."""
         if self._aborted_by is None:
             self._aborted_by = error
-        self._transport.abort(error)
+        self._context.transport.abort(error)
         self.controller.abort(error)
-        if self._replicas is not None:
-            self._replicas.abort()
+        if self._context.replicas is not None:
+            self._context.replicas.abort()
 
     def check(self) -> None:
         """Raise the error that has ended this rank's waits, if there is one."""
@@ -606,7 +488,7 @@ class Worker:
 
     def _take_reduces(self, reduces: StepReduces) -> None:
         """Take REDUCE of a step on all ranks, on the coordinator's control thread."""
-        self.reduces = reduces.stages
+        self.last.reduces = reduces.stages
         self._telemetry.reduced(reduces)
 
     def _record_link_event(self, event: RdmaEvent) -> None:
@@ -616,7 +498,7 @@ class Worker:
 
     def _abort_by_control(self, error: BaseException) -> None:
         """End this rank's waits for messages after a failure of the control plane, which informs the other ranks itself."""
-        self._transport.abort(error if isinstance(error, Exception) else AdaptraError(str(error)))
+        self._context.transport.abort(error if isinstance(error, Exception) else AdaptraError(str(error)))
 
 
 def _as_it_is(error: Exception, is_known: Callable[[], bool]) -> Exception:

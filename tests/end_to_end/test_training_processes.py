@@ -212,7 +212,7 @@ def train_while_paths_fail(rank: int) -> tuple[list[str], int, int, int]:
             steps.append(run_step(pipe, optimizer, batch))
             cut += cut_connections(hosts[(number + rank) % 2])
         assert pipe._session is not None
-        transport: Any = pipe._session.workers[0]._transport
+        transport: Any = pipe._session.workers[0]._context.transport
     # A thread of its own hands records on, the last as the pipeline closes: what was counted is read after them.
     failures = sum(channel[4]["path_failures"] for channel in transport.statistics())
     known = sum(one.record.failures for one in told if isinstance(one.record, PathsChanged))

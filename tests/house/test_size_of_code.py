@@ -25,8 +25,6 @@ CLASSES = {
     "adaptra.runtime.worker.stages.stage.TrainingStage": 18,
     "adaptra.runtime.worker.step.executor.Executor": 18,
     "adaptra.runtime.worker.step.rank_programs.RankPrograms": 19,
-    "adaptra.runtime.worker.step.step_parts.StepParts": 25,
-    "adaptra.runtime.worker.worker.Worker": 31,
     "adaptra.simulation.job_case.JobCase": 17,
 }
 """Fields of a dataclass, or what the methods of another class assign to ``self``; inherited ones are the base class's."""
@@ -42,8 +40,6 @@ FUNCTIONS = {
     "adaptra.runtime.worker.stages.stage.TwoPassStage.__init__": 10,
     "adaptra.runtime.worker.step.executor.Executor.__init__": 11,
     "adaptra.runtime.worker.step.rank_programs.RankPrograms.__init__": 14,
-    "adaptra.runtime.worker.step.step_parts.StepParts.__init__": 11,
-    "adaptra.runtime.worker.worker.Worker.__init__": 13,
 }
 
 

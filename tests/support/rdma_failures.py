@@ -169,7 +169,7 @@ def _train(hosts: int, transport: str, steps: int | None) -> tuple[list[Any], di
     ) as pipe:
         optimizer = adam(pipe.parameters())
         (worker,) = pipe._require().workers
-        lanes: Any = worker._transport
+        lanes: Any = worker._context.transport
         print("training", flush=True)
         while True:
             is_over = torch.tensor(int(STOP.exists() if steps is None else len(done) == steps))

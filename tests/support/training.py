@@ -185,7 +185,7 @@ def train(pipe: adaptra.Pipeline, batches: Sequence[Batch], optimizer: Optimizer
 def carried(pipe: adaptra.Pipeline) -> set[tuple[int, int]]:
     """The links over which this process's delegate has sent messages of the job, as (source, destination)."""
     assert pipe._session is not None
-    lanes: Any = pipe._session.workers[0]._transport
+    lanes: Any = pipe._session.workers[0]._context.transport
     lanes = getattr(lanes, "_job", lanes)  # which joins the ranks of all replicas
     lanes = getattr(lanes, "_transport", lanes)._lanes["delegate"]
     # Clocks are compared over it too, by messages of one time each.

@@ -14,10 +14,12 @@ from adaptra.program.placement import stages_of
 from adaptra.report import perfetto
 from adaptra.runtime.control.deciding.replanning import Planning
 from adaptra.runtime.control.plans.plan import Plan
+from adaptra.runtime.devices.device_clock import OpClock
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.injection.faults import Fault, faults_of_worker
 from adaptra.runtime.injection.faulty_transport import FaultyTransport
 from adaptra.runtime.launch.launch import Launch
+from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.options import Options
 from adaptra.runtime.options.recording_options import RecordingOptions
 from adaptra.runtime.telemetry.options import Telemetry
@@ -25,6 +27,7 @@ from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.telemetry.recorder import Recorder
 from adaptra.runtime.telemetry.start import of_replica, start_recorder
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
+from adaptra.runtime.worker.step.rank_context import RankContext
 from adaptra.runtime.worker.worker import Worker
 
 
@@ -76,18 +79,25 @@ class WorkerFactory:
                 carrier = FaultyTransport(transport, faults) if faults else transport
                 opened.callback(carrier.close)
                 pipeline = launched.pipeline_of(carrier)
+                clock, placement = OpClock.of(state.values()), tuple(initial.case.placement)
+                context = RankContext(
+                    placement,
+                    pipeline,
+                    carrier,
+                    launched.replicas,
+                    Monitor(pipeline.rank, placement, read=clock.read),
+                    clock,
+                    Pacing(emulated, faults),
+                    self.options,
+                )
                 worker = Worker(
                     self.compiled,
                     state,
                     self.microbatches,
-                    pipeline,
-                    carrier,
+                    context,
                     initial,
                     self.planning,
-                    launched.replicas,
-                    Pacing(emulated, faults),
                     RankTelemetry(pipeline.rank, recorder, pipeline, None if folder is None else Path(folder), perfetto.write),
-                    self.options,
                     first_step,
                     self.reduction,
                 )

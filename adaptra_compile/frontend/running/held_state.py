@@ -12,7 +12,6 @@ from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.saved.fitting_model import FittingModel, fitting_model
 from adaptra.frontend.saved.model_names import ModelNames
 from adaptra.runtime.reconfigure.consent import Consent
-from adaptra.runtime.worker.worker import Worker
 
 Result = TypeVar("Result")
 
@@ -42,7 +41,7 @@ class HeldState:
     def align_copies(self) -> None:
         """Copy the first rank's values to the copies on other ranks. All ranks call it. One process has nothing to align."""
         if self._local.have_copies:
-            self._local.on_every_rank(Worker.align_copies, "load_state_dict")
+            self._local.on_every_rank(lambda worker: worker.values.align_copies(), "load_state_dict")
 
     def whole(self) -> dict[str, Tensor]:
         """Return the whole model's state on the job's first rank: see :meth:`adaptra.frontend.api.Pipeline.full_state_dict`."""
@@ -54,7 +53,7 @@ class HeldState:
             replica, rank = (0, 0) if roles is None else roles.of(0)
             takes_part = replicas is None or replicas.index == replica
             (found,) = self._local.on_every_rank(
-                lambda worker: worker.full_state(rank, takes_part, from_first=replica > 0), "full_state_dict"
+                lambda worker: worker.values.full_state(rank, takes_part, from_first=replica > 0), "full_state_dict"
             )
         return self.named(found) if found else {}
 
@@ -65,7 +64,9 @@ class HeldState:
         """
         if self._local.launched.replicas is None:
             return self.tensors
-        (first,) = self._local.on_every_rank(Worker.buffers_of_first_replica, "TrainingState.state_dict")
+        (first,) = self._local.on_every_rank(
+            lambda worker: worker.values.buffers_of_first_replica(), "TrainingState.state_dict"
+        )
         return {**self.tensors, **first}
 
     def named(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -81,7 +81,7 @@ class LocalWorkers:
     @property
     def have_copies(self) -> bool:
         """Whether ranks of other processes have copies of this process's state, and all can compare them."""
-        return self.launched.job is not None and self.workers[0].shares_values and self.go_on
+        return self.launched.job is not None and self.workers[0].values.shares_values and self.go_on
 
     @property
     def go_on(self) -> bool:
@@ -146,7 +146,7 @@ class LocalWorkers:
         try:
             with self.called(call):
                 found = self._run(run)
-            self.sharing.has_trained = self.workers[0].next_step > 0
+            self.sharing.has_trained = self.workers[0].numbers.next_step > 0
             return found
         except BaseException as error:
             self._failure = error

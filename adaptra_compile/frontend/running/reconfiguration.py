@@ -97,11 +97,11 @@ class Reconfiguration:
         """Change to better roles if there are any: see :meth:`adaptra.frontend.api.Pipeline.settle_roles`."""
         job, roles = self._replicated()
         (worker,) = self._local.workers
-        if not worker.measured:
+        if not worker.last.measured:
             raise PipelineError("no step has run yet: roles are settled by what steps took")
         (held,) = self._agreed("roles", "settle_roles", lambda: (self._leaving("roles", optimizer), Consent()))
         with self._local.called("settle_roles"), self._local.changing("roles"):
-            case, measured, reduce = worker.initial.case, tuple(worker.measured), self._spec.options.reduce
+            case, measured, reduce = worker.initial.case, tuple(worker.last.measured), self._spec.options.reduce
             sums = SumPlan(reduce.algorithm, reduce.bucket)
             change = agree_on_roles(job.everyone, roles, self._local.compiled.train, case, measured, held, horizon, sums)
         if change is not None:
@@ -119,7 +119,7 @@ class Reconfiguration:
         """Move to a better cut point if there is one: see :meth:`adaptra.frontend.api.Pipeline.settle_split`."""
         captured, (worker, *_) = self._captured(), self._local.workers
         cut = cache(partial(self._cut, captured))  # used to check that the model can be cut, then to change to it
-        if not worker.measured:
+        if not worker.last.measured:
             raise PipelineError("no step has run yet: a split is settled by what steps took")
         held = self._agreed("split", "settle_split", lambda: (self._leaving("split", optimizer), Consent()))
         with self._local.called("settle_split"), self._local.changing("split"):
@@ -227,7 +227,7 @@ class Reconfiguration:
                 worker.controller.recorder.emit_now(
                     EventKind.COMPILED, f"a changed model in {time.monotonic() - began:.2f} s: {found}"
                 )
-        self._batches.recompile = following.accepted(self._batches.recompile, self._local.workers[0].next_step)
+        self._batches.recompile = following.accepted(self._batches.recompile, self._local.workers[0].numbers.next_step)
         if after is not None and after.is_replaced:
             self._held.align_copies()
         return following.model()
@@ -260,9 +260,9 @@ class Reconfiguration:
         recorder = open_recorder(self._spec.options, launched)
         opened.callback(recorder.close)
         (before, *_) = self._local.workers
-        workers = planned.factory.workers(launched, recorder, states, planned.initial, before.next_step)
+        workers = planned.factory.workers(launched, recorder, states, planned.initial, before.numbers.next_step)
         for worker, earlier in zip(workers, self._local.workers, strict=True):
-            worker.steps_before = before.steps_before
+            worker.numbers.steps_before = before.numbers.steps_before
             worker.controller.go_on_after(earlier.controller)
         opened.pop_all()
         self._local.run_by(planned, launched, workers, recorder)

@@ -95,12 +95,12 @@ class Session:
     @property
     def training_step(self) -> int:
         """The number of steps of the training, including those of earlier pipelines that it continues."""
-        return self.workers[0].training_step
+        return self.workers[0].numbers.training_step
 
     def go_on_at(self, step: int) -> None:
         """Set the number of the next step of the training, on which random numbers depend."""
         for worker in self.workers:
-            worker.steps_before = step - worker.next_step
+            worker.numbers.steps_before = step - worker.numbers.next_step
 
     def close(self) -> None:
         """End all workers. It may be called again."""

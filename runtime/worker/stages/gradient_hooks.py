@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from adaptra.errors import OptionError
@@ -24,36 +23,35 @@ _MOST_NAMES: Final = 3
 
 
 class GradientHooks:
-    """Runs the hooks of one rank's parameters.
+    """The hooks of one rank's parameters in a step. Their sums begin from nothing, and autograd adds them to earlier ``grad``.
 
     Args:
         parameters: The trainable parameters of its stages by name.
         copied: The names of parameters that stages of several ranks use, each with a copy of its own.
+
+    Attributes:
+        names: The parameters that have hooks in this step.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], copied: Collection[str]) -> None:
         self._parameters = parameters
         self._copied = copied
-        self._before: dict[str, Tensor | None] = {}
+        self.names: list[str] = []
 
     def begin_step(self) -> None:
-        """Set aside earlier steps' ``grad`` of parameters with hooks, which get this step's gradient alone.
+        """Find the parameters with hooks.
 
         Raises:
             OptionError: A parameter with copies on several ranks has a hook; names it.
         """
-        self._before = {}
-        for name, parameter in self._parameters.items():
-            if not is_hooked(parameter):
-                continue
+        self.names = [name for name, parameter in self._parameters.items() if is_hooked(parameter)]
+        for name in self.names:
             if name in self._copied:
                 raise OptionError(copy_is_hooked(name))
-            self._before[name], parameter.grad = parameter.grad, None
 
     def marks(self) -> tuple[int, int]:
         """Return two numbers that are equal in all replicas if the same parameters have hooks: a count and a checksum."""
-        names = "\n".join(sorted(self._before))
-        return len(self._before), zlib.crc32(names.encode())
+        return len(self.names), zlib.crc32("\n".join(sorted(self.names)).encode())
 
     def check_marks(self, means: Sequence[float], replica: int) -> None:
         """Compare the marks of all replicas, given the mean of each of their bits over the replicas.
@@ -62,21 +60,12 @@ class GradientHooks:
             OptionError: They differ: names this replica's parameters with hooks.
         """
         if not are_equal(means):
-            names = sorted(self._before)
+            names = sorted(self.names)
             shown = ", ".join([*names[:_MOST_NAMES], *(["…"] if len(names) > _MOST_NAMES else [])]) or "no parameter"
             raise OptionError(
                 f"replica {replica} has gradient hooks of {shown}: expected hooks of the same parameters in all replicas, as "
                 "their copies would become different; register them on every rank, and let the hook look at pipe.replica"
             )
-
-    def end_step(self) -> None:
-        """Run all hooks on the gradients of the step, and add the results to those of earlier steps."""
-        for name, earlier in self._before.items():
-            parameter = self._parameters[name]
-            gradient, parameter.grad = parameter.grad, earlier
-            if gradient is not None:
-                torch.autograd.backward([parameter], [gradient])
-        self._before = {}
 
 
 def is_hooked(tensor: Tensor) -> bool:

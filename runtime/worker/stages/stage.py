@@ -8,7 +8,6 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from adaptra.graph.ops.random_state import RandomKey
-from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.graph.stages.stages import EvalStage, Take, TrainStage
 from adaptra.runtime.outputs.step_outputs import StepOutputs, own_copies
 from adaptra.runtime.step_messages.shared_gradients import Gradients
@@ -117,16 +116,6 @@ class TrainingStage:
         # With one microbatch its gradients become the parameters' ``grad`` without a copy, which needs them all at the end.
         self._in_turn = None if complete is None or microbatches == 1 else stage.weight_grad_in_turn()
 
-    @property
-    def changing(self) -> MessageSpec:
-        """The tensors of :meth:`hand_over_buffers`."""
-        return tuple(TensorSpec(tuple(one.shape), one.dtype) for one in self._changing)
-
-    @property
-    def handed_over(self) -> MessageSpec:
-        """The tensors of :meth:`hand_over`."""
-        return self._gradients.spec_of_sums(self._handed_over)
-
     def begin_step(self, loss_scale: float, steps_before: int = 0, outputs: StepOutputs | None = None) -> None:
         """Start a step.
 
@@ -210,11 +199,6 @@ class TrainingStage:
         """Take the values of these buffers that another worker has handed over."""
         for one, value in zip(self._changing, values, strict=True):
             one.copy_(value)
-
-    def begin_sums(self, step: int, home: Gradients | None) -> None:
-        """Begin a step's sums of this stage, which is another replica's; see :meth:`Gradients.begin_from`."""
-        self._gradients.begin_step(step)
-        self._gradients.begin_from(home, self._handed_over)
 
 
 class UnevenForwards(Generic[S]):

@@ -3,237 +3,113 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-import torch
 from torch import Tensor
 
-from adaptra.collectives.rounds import ALGORITHMS
-from adaptra.errors import BatchError
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Program
-from adaptra.program.placement import Edge, stages_of
-from adaptra.program.routing import Routing
-from adaptra.runtime.data_parallel.equal_numbers import BITS, are_equal, bits_of, mean_number
-from adaptra.runtime.data_parallel.gradient_averaging import Replicas
-from adaptra.runtime.data_parallel.gradient_sum import GradientSum
+from adaptra.program.placement import stages_of
 from adaptra.runtime.data_parallel.replica_buffers import ReplicaBuffers
-from adaptra.runtime.detection.shape_scales import RelativeSizes
-from adaptra.runtime.devices.device_clock import Mark
-from adaptra.runtime.measuring.monitor import Monitor
-from adaptra.runtime.options import Options
-from adaptra.runtime.options.reduce_options import Reduce
 from adaptra.runtime.outputs.step_outputs import StepOutputs
 from adaptra.runtime.step_messages.gradient_norms import GradientNorms
-from adaptra.runtime.step_messages.loss_broadcast import LossBroadcast
 from adaptra.runtime.step_messages.probes import Probes
-from adaptra.runtime.step_messages.shared_gradients import AwayFromHome, Gradients, SharedParameter
-from adaptra.runtime.transports.base import Transport
-from adaptra.runtime.worker.stages.gradient_hooks import GradientHooks
-from adaptra.runtime.worker.stages.loss_reduction import Reduction, total_weight
-from adaptra.runtime.worker.stages.stage import EvaluationStage, ForwardStage, Stage, TrainingStage, UnevenForwards, UnevenStage
-from adaptra.runtime.worker.stages.step_gradients import StepGradients
+from adaptra.runtime.step_messages.shared_gradients import Gradients, SharedParameter
+from adaptra.runtime.worker.stages.loss_reduction import Reduction
+from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
 from adaptra.runtime.worker.step.executor import Executor
-from adaptra.runtime.worker.step.shapes import FIRST, RankShape, StepShape
+from adaptra.runtime.worker.step.foreign_stages import ForeignStages
+from adaptra.runtime.worker.step.rank_context import RankContext
+from adaptra.runtime.worker.step.replica_losses import ReplicaLosses
+from adaptra.runtime.worker.step.shapes import RankShape, StepShape
+from adaptra.runtime.worker.step.stage_factory import StageFactory, changing_in, message_bytes
+from adaptra.runtime.worker.step.step_end import AllAtOnce, Contribution, StepEnd
 
 Batch = Sequence[Sequence[Tensor]]
 """The tensors of a step, per microbatch."""
 
 
 class StepParts:
-    """One rank's stages with their gradients, losses, probes, buffers and hooks. Used by the thread that runs the steps.
+    """One rank's stages with their gradients, losses, probes and buffers. Used by the thread that runs the steps.
 
     Args:
         compiled: The model's stages.
         state: The parameters and buffers of this rank's stages by their names in the user's model.
-        placement: ``placement[stage]`` is the stage's rank.
         microbatches: Microbatches per step.
-        transport: This rank's transport.
-        job: The transport of all replicas' ranks; the same without replicas.
-        replicas: The ranks that have copies of these stages, or None without data parallelism.
-        monitor: Records the flights of probes and the sum over replicas.
-        mark: The present time on this rank's device, as :meth:`adaptra.runtime.devices.device_clock.OpClock.mark`.
-        options: Seed, timeout, and whether buffers are broadcast.
+        context: This rank.
         reduction: The reduction of the losses of microbatches and replicas to that of the batch.
 
     Attributes:
-        trainable: The trainable parameters of this rank's stages by name.
-        gradients: Adds up their gradients.
+        factory: Makes this rank's stages.
+        end: The end of each step.
+        gradients: Adds up the gradients of this rank's stages.
         norms: The norm of all ranks' gradients.
         buffers: Keeps the buffers of replicas equal.
-        stages: This rank's stages in training, by number, for the shape of the compilation.
-        first: What of this rank depends on that shape.
-        replica: This pipeline's number among the replicas.
+        first: What of this rank depends on the shape of the compilation.
     """
 
     def __init__(
         self,
         compiled: CompiledStages,
         state: Mapping[str, Tensor],
-        placement: Sequence[int],
         microbatches: int,
-        transport: Transport,
-        job: Transport,
-        replicas: Replicas | None,
-        monitor: Monitor,
-        mark: Callable[[], Mark],
-        options: Options,
+        context: RankContext,
         reduction: Reduction,
     ) -> None:
-        rank = transport.rank
+        rank, placement, transport, options = context.rank, context.placement, context.transport, context.options
         own = stages_of(rank, placement)
-        self.trainable: Final = {name: state[name] for stage in own for name in compiled.train[stage].trainable}
-        self._shared = [SharedParameter(one.name, one.stages, one.owner, one.order) for one in compiled.tied]
-        self._probes = Probes(rank, placement, transport, monitor, _message_bytes(compiled))
-        self.gradients: Final = Gradients(
-            rank, self.trainable, self._shared, placement, transport, options.timeout, self._probes.answer
+        trainable = {name: state[name] for stage in own for name in compiled.train[stage].trainable}
+        shared = [SharedParameter(one.name, one.stages, one.owner, one.order) for one in compiled.tied]
+        self._context = context
+        self._losses = ReplicaLosses(context.replicas, reduction, microbatches)
+        self._probes = Probes(rank, placement, transport, context.monitor, message_bytes(compiled))
+        self.end: Final[StepEnd] = AllAtOnce(
+            trainable,
+            compiled.copied(placement),
+            {one.name for one in shared}.intersection(trainable),
+            self._losses,
+            options.reduce,
+            context.monitor,
+            context.clock.mark,
         )
-        self.norms: Final = GradientNorms(rank, self.trainable, compiled, placement, transport)
-        self._hooks = GradientHooks(self.trainable, compiled.copied(placement))
-        self._step_gradients = None if reduction is Reduction.MEAN else StepGradients(self.trainable)
-        self._placement = tuple(placement)
-        self._transport = transport
-        self.replica: Final = 0 if replicas is None else replicas.index
-        self._compiled = compiled
-        changing = {name for stage in own for name in self._changing(stage)}
-        broadcast = replicas if options.broadcast_buffers else None
-        self.buffers: Final = ReplicaBuffers(broadcast, [state[name] for name in sorted(changing)])
-        self._state = state
-        self._last = compiled.train[-1].index
-        self._microbatches = microbatches
-        self._job = job
-        self._seed = options.seed
-        self._reduction = reduction
-        self._timeout = options.timeout
-        self._sum = None if replicas is None else self._gradient_sum(replicas, options.reduce, mark)
-        self.stages: Final = {stage: self._stage(self.replica, stage, self.gradients, state) for stage in own}
-        rows = (next((one.shape[0] for one in compiled.train[0].inputs if one.shape), 1),) * microbatches
-        first = StepShape(FIRST, FIRST, rows, compiled, None, lambda plan: plan.program, (1.0,) * len(compiled.train))
-        self.first: Final = RankShape(first, self.stages, self._losses_of(first), self._sizes_of(first))
-        self._foreign: dict[tuple[int, int], TrainingStage] = {}
-        self._replicas = replicas
-        self._monitor = monitor
+        self.gradients: Final = Gradients(
+            rank, self.end.sums, shared, placement, transport, options.timeout, self._probes.answer
+        )
+        self.norms: Final = GradientNorms(rank, trainable, compiled, placement, transport)
+        broadcast = context.replicas if options.broadcast_buffers else None
+        self.buffers: Final = ReplicaBuffers(broadcast, [state[name] for name in changing_in(compiled, *own)])
+        self.factory: Final = StageFactory(
+            compiled, state, microbatches, context, reduction, self.gradients, self.end.complete, self.buffers.wait
+        )
+        self.first: Final = self.factory.first()
+        self._foreign = ForeignStages(self.factory, context, shared)
 
-    def of_shape(self, shape: StepShape) -> RankShape:
-        """Return what of this rank depends on another shape of batch."""
-        made: dict[int, Stage] = {}
-        for number in self.stages if shape.trains else ():
-            larger = self._stage(self.replica, number, self.gradients, self._state, shape)
-            rest = None if shape.smaller is None else self._stage(self.replica, number, self.gradients, self._state, shape, -1)
-            made[number] = larger if rest is None or shape.count is None else UnevenStage(larger, rest, shape.count)
-        return RankShape(shape, made, self._losses_of(shape), self._sizes_of(shape))
-
-    def _sizes_of(self, shape: StepShape) -> RelativeSizes | None:
-        if not shape.trains or shape.smaller is not None or shape.microbatches != self._microbatches:
-            return None
-        first, own = _message_bytes(self._compiled), _message_bytes(shape.larger)
-        messages = {edge: own[edge] / size for edge, size in first.items() if edge in own}
-        return RelativeSizes(dict(enumerate(shape.relative)), messages)
-
-    def _losses_of(self, shape: StepShape) -> LossBroadcast:
-        compiled, placement = shape.larger, self._placement
-        results = compiled.train[-1].outputs if compiled.trains else (compiled.eval[-1].loss or compiled.eval[-1].outputs)
-        # A pipeline without a loss broadcasts none, and a scalar stands for it.
-        loss = results[0] if compiled.with_loss else TensorSpec((), results[0].dtype)
-        sharing = {placement[stage] for one in compiled.tied if self._last in one.stages for stage in one.stages}
-        own = self._transport.rank, placement, shape.microbatches
-        return LossBroadcast(*own, loss, sharing, self._transport, shape.code)
-
-    def stages_of(self, program: Program) -> dict[tuple[int, int], TrainingStage]:
-        """Return this rank's stages by replica and number, as the ops of a program name them.
-
-        Those of other replicas have the same parameters, and weight gradients of their own until they are handed over.
-        """
-        if program.is_one_pipeline:
-            return {(0, number): stage for number, stage in self.stages.items()}
-        found = {(self.replica, number): stage for number, stage in self.stages.items()}
-        for op in program.orders[self._transport.worker_of(self._transport.rank)]:
-            if op.kind.is_compute and (op.replica, op.stage) not in found:
-                found[op.replica, op.stage] = self._foreign_stage(program.routing, op.replica, op.stage)
-        return found
+    def stages_of(self, program: Program) -> dict[tuple[int, int], Stage]:
+        """Return this rank's stages by replica and number, as the ops of a program name them."""
+        return self._foreign.beside(self.first.stages, program)
 
     def handed_over_of(self, stage: int) -> tuple[MessageSpec, MessageSpec]:
         """Return the tensors in which a stage's weight gradients are handed over, and the buffers that it changes.
 
         There are none of a stage on another rank.
         """
-        return (one.handed_over, one.changing) if (one := self.stages.get(stage)) is not None else ((), ())
+        if stage not in self.factory.own:
+            return (), ()
+        compiled, state = self.factory.compiled, self.factory.state
+        changing = [state[name] for name in changing_in(compiled, stage)]
+        weights = self.gradients.unshared(compiled.train[stage].contributions)
+        return self.gradients.spec_of_sums(weights), tuple(TensorSpec(tuple(one.shape), one.dtype) for one in changing)
 
     def receive_counts_of(self, executor: Executor) -> Counter[tuple[int, MessageSpec]]:
         """Return the number of receive buffers for messages beside a program with routes, at a time, per source worker and
         message: other replicas' contributions to shared parameters, and rate probes.
         """
-        away = self._away_from_home(executor.program)
+        away, worker_of = self._foreign.away_from_home(executor.program), self._context.transport.worker_of
         rates = self._probes.receive_counts_of(executor.heard)
-        found = Counter({(self._transport.worker_of(rank), specs): count for (rank, specs), count in rates.items()})
+        found = Counter({(worker_of(rank), specs): count for (rank, specs), count in rates.items()})
         return found if away is None else found + self.gradients.receive_counts_of(away)
-
-    def _away_from_home(self, program: Program) -> AwayFromHome | None:
-        """Return which microbatches of this replica others compute on stages that share parameters; None if there are none."""
-        routing = program.routing
-        if program.is_one_pipeline or not self._shared:
-            return None
-        workers = {
-            (stage, microbatch): holder
-            for stage in {stage for one in self._shared for stage in one.stages}
-            for microbatch in range(program.microbatches)
-            if (holder := routing.holder(self.replica, stage, microbatch)) != routing.workers[self.replica][stage]
-        }
-        return AwayFromHome(self.replica, workers, self._job) if workers else None
-
-    def _foreign_stage(self, routing: Routing, replica: int, number: int) -> TrainingStage:
-        if (replica, number) not in self._foreign:
-            # Detached tensors have the parameters' values and gradients of their own.
-            sums = {name: self._state[name].detach() for name in self._compiled.train[number].trainable}
-            homes = [-1 if worker is None else worker for worker in routing.workers[replica]]
-            gradients = Gradients(
-                self._job.rank, sums, self._shared, homes, self._job, self._timeout, foreign=(replica, number)
-            )
-            # The other replica's values of changing buffers, which are handed over before they are read.
-            buffers = {name: self._state[name].clone() for name in self._changing(number)}
-            self._foreign[replica, number] = self._stage(replica, number, gradients, {**self._state, **buffers})
-        return self._foreign[replica, number]
-
-    def _gradient_sum(self, replicas: Replicas, reduce: Reduce, mark: Callable[[], Mark]) -> GradientSum:
-        late = {one.name for one in self._shared}.intersection(self.trainable)
-        bucket = reduce.bucket or replicas.best_bucket(sum(one.nbytes for one in self.trainable.values()))
-        replicas.add_by(ALGORITHMS[reduce.algorithm], limit=bucket, dtype=reduce.dtype)
-        return GradientSum(replicas, self.trainable, late, bucket, self._reduction is Reduction.MEAN, mark)
-
-    def _changing(self, stage: int) -> list[str]:
-        return sorted(self._compiled.changing.intersection(self._compiled.train[stage].buffers))
-
-    def _stage(
-        self,
-        replica: int,
-        number: int,
-        gradients: Gradients,
-        state: Mapping[str, Tensor],
-        shape: StepShape | None = None,
-        microbatch: int = 0,
-    ) -> TrainingStage:
-        """Return a stage for the microbatches of the same size as this one; without a shape for those of the first."""
-        of_home = self._sum if gradients is self.gradients else None
-        compiled, shares = self._compiled, ()
-        if shape is not None:
-            compiled, shares = (shape.smaller if microbatch and shape.smaller else shape.larger), shape.shares
-        return TrainingStage(
-            compiled.train[number],
-            state,
-            seed=self._seed,
-            microbatches=self._microbatches if shape is None else shape.microbatches,
-            first_microbatch=replica * self._microbatches,
-            share=shares[microbatch] if shares else None,
-            replica=replica,
-            is_last=number == self._last,
-            gradients=gradients,
-            reduction=self._reduction,
-            await_buffers=self.buffers.wait,
-            changing=self._changing(number),
-            complete=of_home.complete if of_home is not None and of_home.overlaps else None,
-        )
 
     def receive_counts(self) -> Counter[tuple[int, MessageSpec]]:
         """Return the number of receive buffers for messages that are not in a program, at a time, per source rank and
@@ -269,72 +145,37 @@ class StepParts:
             The loss of every microbatch, (microbatches,), on every rank; if weighted (microbatches, 2), each a sum and its
             weight.
         """
-        self._probes.begin_step(step, None if executor.program.is_one_pipeline else executor.heard)
+        program, replica, timeout = executor.program, self._context.replica, self._context.options.timeout
+
+        def keep_for(other: int) -> None:
+            outputs[other] = StepOutputs()
+            self._foreign.keep_outputs(other, outputs[other])
+
+        self._probes.begin_step(step, None if program.is_one_pipeline else executor.heard)
         shape.losses.begin_step(step)
-        self.gradients.begin_step(step, self._away_from_home(executor.program))
-        self._hooks.begin_step()
-        if self._step_gradients is not None:
-            self._step_gradients.begin_step()
+        self.end.begin()
+        self.gradients.begin_step(step, self._foreign.away_from_home(program))
         self.buffers.begin()
-        for number, stage in shape.stages.items():
-            stage.begin_step(loss_scale, steps_before, outputs.get(self.replica) if number == self._last else None)
-        for stage in self._foreign.values():
-            stage.begin_step(loss_scale, steps_before)
-        worker, is_home = self._transport.worker_of(self._transport.rank), executor.program.is_one_pipeline
-        for (replica, number), stage in self._foreign.items():
-            begins = not is_home and executor.program.holder(replica, number, 0) == worker
-            stage.begin_sums(step, self.gradients if begins else None)
-        if self._sum is None:
-            self._run_program(executor, step, inputs, targets, shape.losses, outputs)
-        else:  # from the last W on, and while the stages that end later still compute
-            self._sum.begin_step()
-            try:
-                self._run_program(executor, step, inputs, targets, shape.losses, outputs)
-            except BaseException:
-                self._sum.close()
-                raise
-            self._monitor.reduce(*self._sum.end_step())
-        losses = self._end_losses(shape)
-        if self._step_gradients is not None:
-            weighted = self._reduction is Reduction.WEIGHTED
-            self._step_gradients.end_step(total_weight(losses) if weighted else None)
-        self._hooks.end_step()
-        self._probes.end_step(self._timeout)
-        return losses
-
-    def _run_program(
-        self,
-        executor: Executor,
-        step: int,
-        inputs: Batch,
-        targets: Batch,
-        losses: LossBroadcast,
-        outputs: dict[int, StepOutputs],
-    ) -> None:
-        def keep_for(replica: int) -> None:
-            outputs[replica] = StepOutputs()
-            self._foreign[replica, self._last].keep_outputs(outputs[replica])
-
-        executor.run(
-            step,
-            inputs,
-            targets,
-            on_message=self._probes.answer,
-            on_results=losses.send,
-            asks=self.replica in outputs,
-            on_asked=keep_for,
-        )
-        self.gradients.end_step()
-        self.buffers.end()
-
-    def close(self) -> None:
-        """End the thread that sums gradients, if there is one."""
-        if self._sum is not None:
-            self._sum.close()
-
-    def outputs(self, shape: StepShape) -> dict[int, StepOutputs]:
-        """Return what takes the model's outputs of a step, by this replica; nothing if the last stage is on another rank."""
-        return {self.replica: StepOutputs(shape.rows)} if self._last in self.stages else {}
+        self._begin_stages(shape.stages, outputs, loss_scale, steps_before)
+        self._foreign.begin_step(step, program, self.end.sums, loss_scale, steps_before)
+        with self.end.adding():
+            executor.run(
+                step,
+                inputs,
+                targets,
+                on_message=self._probes.answer,
+                on_results=shape.losses.send,
+                asks=replica in outputs,
+                on_asked=keep_for,
+            )
+            self.gradients.end_step()
+            self.buffers.end()
+        self.end.reduce()
+        losses = shape.losses.end_step(timeout)
+        certificate = self.end.certify(Contribution(replica, shape.shape.rows, losses))
+        self.end.commit(certificate)
+        self._probes.end_step(timeout)
+        return certificate.losses
 
     def run_evaluation(
         self,
@@ -360,69 +201,25 @@ class StepParts:
             With targets the loss of every microbatch, the mean over the replicas, on every rank.
         """
         self.buffers.begin(aside=True)
-        for number, stage in stages.items():
-            stage.begin_step(1.0, outputs=outputs.get(self.replica) if number == self._last else None)
+        self._begin_stages(stages, outputs, 1.0, 0)
         losses = None
         if targets is None:
             executor.run(step, inputs, [()] * shape.shape.microbatches)
         else:
             shape.losses.begin_step(step)
             executor.run(step, inputs, targets, on_results=shape.losses.send)
-            losses = self._end_losses(shape, aside=True)
+            losses = shape.losses.end_step(self._context.options.timeout)
+            losses = self._losses.combine(self._context.replica, shape.shape.rows, losses)
         self.buffers.end()
         return losses
 
-    def evaluation_stages(
-        self, shape: StepShape, state: Mapping[str, Tensor], *, with_loss: bool, with_outputs: bool
-    ) -> dict[int, ForwardStage]:
-        """Return this rank's stages in evaluation mode, by number."""
+    def outputs(self, shape: StepShape) -> dict[int, StepOutputs]:
+        """Return what takes the model's outputs of a step, by this replica; nothing if the last stage is on another rank."""
+        return {self._context.replica: StepOutputs(shape.rows)} if self.factory.last in self.factory.own else {}
 
-        def of(compiled: CompiledStages, stage: int) -> EvaluationStage:
-            return EvaluationStage(
-                compiled.eval[stage],
-                state,
-                with_loss=with_loss,
-                with_outputs=with_outputs,
-                is_last=stage == self._last,
-                await_buffers=self.buffers.wait,
-            )
-
-        if shape.smaller is None or shape.count is None:
-            return {stage: of(shape.larger, stage) for stage in self.stages}
-        return {stage: UnevenForwards(of(shape.larger, stage), of(shape.smaller, stage), shape.count) for stage in self.stages}
-
-    def _end_losses(self, of: RankShape, *, aside: bool = False) -> Tensor:
-        """Return the losses of all microbatches, over all replicas.
-
-        Replicas may have different numbers of microbatches, with zeros for those that one lacks.
-
-        Raises:
-            BatchError: Replicas have batches of different numbers of rows, and the mean of their losses is wanted.
-        """
-        losses = of.losses.end_step(self._timeout)
-        if self._replicas is None:
-            return losses
-        mean, own = self._reduction is Reduction.MEAN, len(losses)
-        if own < self._microbatches:
-            losses = torch.cat([losses, losses.new_zeros(self._microbatches - own, *losses.shape[1:])])
-        rows, hooks = sum(of.shape.rows), () if aside else self._hooks.marks()
-        marks = losses.new_tensor(bits_of((rows, *hooks)), dtype=torch.float32)
-        combined = self._replicas.combine_losses(losses, mean=mean, aside=aside, beside=[marks])
-        means = (marks if mean else marks / len(self._replicas.ranks)).tolist()
-        if mean and not are_equal(means[:BITS]):
-            raise BatchError(
-                f"replica {self.replica} has a batch of {rows} rows, and others have other numbers, "
-                f"{mean_number(means[:BITS]):g} on average: expected the same number on all replicas, as reduction='mean' "
-                "gives each replica the same weight; reduction='sum' and 'weighted' take any numbers"
-            )
-        if not aside:
-            self._hooks.check_marks(means[BITS:], self.replica)
-        return combined[:own] if mean else combined
-
-
-def _message_bytes(compiled: CompiledStages) -> dict[Edge, int]:
-    """Return the bytes of a message of each directed edge that carries any."""
-    last = compiled.train[-1].index
-    forward = {(one.index, one.index + 1): one.output_bytes for one in compiled.train if one.index < last}
-    backward = {(one.index, one.index - 1): one.grad_input_bytes for one in compiled.train if one.index > 0}
-    return {edge: size for edge, size in (forward | backward).items() if size > 0}
+    def _begin_stages(
+        self, stages: Mapping[int, ForwardStage], outputs: Mapping[int, StepOutputs], loss_scale: float, steps_before: int
+    ) -> None:
+        own = outputs.get(self._context.replica)
+        for number, stage in stages.items():
+            stage.begin_step(loss_scale, steps_before, own if number == self.factory.last else None)

@@ -19,12 +19,13 @@ from torch import Tensor
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Kind, Program
-from adaptra.runtime.options import Options
+from adaptra.runtime.data_parallel.accumulators import Accumulators
 from adaptra.runtime.step_messages.broadcast import Broadcast
 from adaptra.runtime.step_messages.shared_gradients import Gradients
-from adaptra.runtime.transports.base import Purpose, Transport
+from adaptra.runtime.transports.base import Purpose
 from adaptra.runtime.worker.stages.stage import Stage, TwoPassStage
 from adaptra.runtime.worker.step.executor import Executor
+from adaptra.runtime.worker.step.rank_context import RankContext
 
 _FORWARD: Final = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
 _BACKWARD: Final = frozenset(Kind) - _FORWARD
@@ -50,11 +51,11 @@ class TwoPassStep:
         program: The lowered program of both.
         compiled: The stages.
         state: The parameters and buffers of this rank's stage by name.
-        transport: This rank's transport.
+        context: This rank.
         gradients: Takes each parameter's gradient of each microbatch.
-        replica, await_buffers: As of :class:`adaptra.runtime.worker.stages.stage.TrainingStage`.
+        sums: Has their sums.
+        await_buffers: As of :class:`adaptra.runtime.worker.stages.stage.TrainingStage`.
         executor: Makes the executor of a program that runs this stage.
-        options: Seed and timeout.
 
     Attributes:
         receive_counts: The number of receive buffers needed at a time, per source rank and message.
@@ -65,24 +66,26 @@ class TwoPassStep:
         program: Program,
         compiled: CompiledStages,
         state: Mapping[str, Tensor],
-        transport: Transport,
+        context: RankContext,
         gradients: Gradients,
-        replica: int,
+        sums: Accumulators,
         await_buffers: Callable[[], None],
         executor: Callable[[Program, Stage], Executor],
-        options: Options,
     ) -> None:
         first, last, microbatches = compiled.train[0], compiled.train[-1], program.microbatches
-        self._timeout = options.timeout
+        transport = context.transport
+        self._timeout = context.options.timeout
+        self._replicas = context.replicas
         self._gradients = gradients
+        self._sums = sums
         self._outputs = Broadcast(last.index, Purpose.OUTPUT, microbatches, last.outputs, transport)
         self._input_gradients = Broadcast(0, Purpose.INPUT_GRADIENT, microbatches, first.grad_inputs, transport)
         self._stage = TwoPassStage(
             compiled.train[transport.rank],
             state,
-            seed=options.seed,
+            seed=context.options.seed,
             microbatches=microbatches,
-            replica=replica,
+            replica=context.replica,
             is_last=transport.rank == last.index,
             gradients=gradients,
             await_buffers=await_buffers,
@@ -111,7 +114,7 @@ class TwoPassStep:
         return self._outputs.end_step(self._timeout), PendingBackward(step, self._stage.take_saved())
 
     def backward(self, kept: PendingBackward, tangents: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
-        """Run I and W of all microbatches, and add their gradients to each parameter's ``grad``.
+        """Run I and W of all microbatches, and add their gradients, the mean over the replicas, to each parameter's ``grad``.
 
         Args:
             kept: The state that :meth:`forward` returned; it is empty afterwards.
@@ -121,11 +124,17 @@ class TwoPassStep:
             The gradients of the inputs that have one, for the whole batch, on every rank.
         """
         self._input_gradients.begin_step(kept.step)
+        self._sums.begin_step()
         self._gradients.begin_step(kept.step)
         self._stage.begin_backward(kept.saved, tangents)
         self._backward.run(kept.step, (), ())
         found = self._input_gradients.end_step(self._timeout)
         self._gradients.end_step()  # afterwards, as sums of shared parameters follow on the same channels
+        if self._replicas is not None:
+            names = [*self._sums.parameters]
+            parameters = [*self._sums.parameters.values()]
+            self._replicas.combine_gradients(parameters, lambda number: self._sums.total(names[number]))
+        self._sums.fill()
         return found
 
 

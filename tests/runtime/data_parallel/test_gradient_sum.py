@@ -17,6 +17,7 @@ from adaptra.collectives.buckets import LEAST_BYTES
 from adaptra.collectives.rounds import direct
 from adaptra.errors import PeerLostError
 from adaptra.program.roles import Roles
+from adaptra.runtime.data_parallel.accumulators import Accumulators
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.data_parallel.gradient_sum import GradientSum
 
@@ -44,21 +45,23 @@ def gradients_of(rank: int, step: int) -> dict[str, Tensor]:
 
 def sum_of(
     replicas: Replicas, late: Collection[str] = (), *, bucket: int = BUCKET, mean: bool = True
-) -> tuple[GradientSum, dict[str, Tensor]]:
+) -> tuple[GradientSum, Accumulators]:
     parameters = {name: torch.zeros(size, requires_grad=True) for name, size in zip(NAMES, SIZES, strict=True)}
     replicas.add_by(direct, limit=bucket, dtype=None)
-    return GradientSum(replicas, parameters, late, bucket, mean, time.monotonic), parameters
+    sums = Accumulators(parameters)
+    return GradientSum(replicas, sums, late, bucket, mean, time.monotonic), sums
 
 
 def add_in_any_order(rank: int) -> list[str]:
     """In the order of W and in others, with some gradients that nobody announces before the end."""
     chance, late, wrong = random.Random(rank), {NAMES[4]}, list[str]()
-    summed, parameters = sum_of(replicas_of(rank), late)
+    summed, sums = sum_of(replicas_of(rank), late)
     assert summed.overlaps
     for step in range(8):
+        sums.begin_step()
         summed.begin_step()
         for name in NAMES[::-1] if step < 2 else chance.sample(NAMES, len(NAMES)):
-            parameters[name].grad = gradients_of(rank, step)[name]
+            sums.put(name, gradients_of(rank, step)[name])
             if name not in late and (step != 3 or chance.random() < 0.5):
                 summed.complete(name)
             time.sleep(chance.choice((0.0, 0.002)))
@@ -67,8 +70,7 @@ def add_in_any_order(rank: int) -> list[str]:
         terms = [gradients_of(one, step) for one in range(RANKS)]
         for name in NAMES:
             expected = sum((one[name] for one in terms[1:]), start=terms[0][name]) / RANKS
-            found = parameters[name].grad
-            wrong += [] if found is not None and torch.equal(found, expected) else [f"step {step}: {name}"]
+            wrong += [] if torch.equal(sums.total(name), expected) else [f"step {step}: {name}"]
     return wrong
 
 
@@ -79,29 +81,30 @@ def test_gradients_that_come_one_by_one_have_the_bits_of_the_fold() -> None:
 def add_before_the_last_is_there(rank: int) -> tuple[bool, int]:
     """Whether the first bucket had its sum while the last gradient was missing, and the threads of a sum without buckets."""
     replicas = replicas_of(rank)
-    summed, parameters = sum_of(replicas, mean=False)
+    summed, sums = sum_of(replicas, mean=False)
     mine, last = gradients_of(rank, 0), NAMES[-1]
     summed.begin_step()
     for name in NAMES[:0:-1]:
-        parameters[name].grad = mine[name].clone()
+        sums.put(name, mine[name])
         summed.complete(name)
     expected = sum((gradients_of(one, 0)[last] for one in range(1, RANKS)), start=gradients_of(0, 0)[last])
     deadline = time.monotonic() + 30
-    while not (is_there := torch.equal(parameters[last].grad, expected)) and time.monotonic() < deadline:  # type: ignore[arg-type]
+    while not (is_there := torch.equal(sums.total(last), expected)) and time.monotonic() < deadline:
         time.sleep(0.001)
-    parameters[NAMES[0]].grad = mine[NAMES[0]].clone()
+    sums.put(NAMES[0], mine[NAMES[0]])
     summed.complete(NAMES[0])
     summed.end_step()
 
-    whole, parameters = sum_of(replicas, bucket=1 << 20)
+    whole, sums = sum_of(replicas, bucket=1 << 20)
     threads = threading.active_count()
     summed.close()
     while threading.active_count() == threads:
         time.sleep(0.001)
     before = threading.active_count()
+    sums.begin_step()
     whole.begin_step()
     for name in NAMES:
-        parameters[name].grad = mine[name]
+        sums.put(name, mine[name])
         whole.complete(name)
     whole.end_step()
     return is_there and not whole.overlaps, threading.active_count() - before
@@ -126,10 +129,10 @@ def test_replicas_choose_one_bucket_from_the_links_that_they_measure() -> None:
 def lose_a_replica(rank: int) -> int | str | None:
     """The last rank's step fails after its first gradients."""
     replicas = replicas_of(rank)
-    summed, parameters = sum_of(replicas)
+    summed, sums = sum_of(replicas)
     summed.begin_step()
     for name in NAMES[::-1]:
-        parameters[name].grad = gradients_of(rank, 0)[name]
+        sums.put(name, gradients_of(rank, 0)[name])
         if rank < RANKS - 1 or name == NAMES[-1]:
             summed.complete(name)
     if rank == RANKS - 1:

@@ -15,6 +15,7 @@ from torch import nn
 import adaptra
 from adaptra.program import Kind
 from adaptra.runtime.control.plans.events import ControlEvent, EventKind
+from adaptra.runtime.data_parallel.accumulators import Accumulators
 from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.injection.faulty_transport import FaultyTransport
 from adaptra.runtime.measuring.measurement import EdgeMeasurement, estimate_edge
@@ -198,7 +199,7 @@ def test_a_probe_is_the_first_message_of_its_channel_also_where_a_shared_gradien
     tied = SharedParameter("tied", (0, 1), owner, order)
     ends = [Probes(rank, range(2), one, Monitor(rank, (0, 1)), SIZES) for rank, one in enumerate(transports)]
     gradients = [
-        Gradients(rank, {"tied": nn.Parameter(torch.zeros(1))}, [tied], range(2), one, 5.0, ends[rank].answer)
+        Gradients(rank, Accumulators({"tied": nn.Parameter(torch.zeros(1))}), [tied], range(2), one, 5.0, ends[rank].answer)
         for rank, one in enumerate(transports)
     ]
     for rank, one in enumerate(transports):

@@ -51,7 +51,7 @@ def train_while_links_fail(
     }
     with compiled(model, batches[0], transport="linked", **given) as pipe:
         assert pipe._session is not None
-        transport: Any = pipe._session.workers[0]._transport
+        transport: Any = pipe._session.workers[0]._context.transport
         before = by_channel(transport)
         disturber = make_disturber(transport)
         optimizer, found, made = adam(pipe.parameters()), [], 0

@@ -47,7 +47,7 @@ def compiled_over(transport: str, **options: Any) -> contextlib.AbstractContextM
 
 def links_of(pipe: adaptra.Pipeline) -> list[Link]:
     assert pipe._session is not None
-    transport: Any = pipe._session.workers[0]._transport
+    transport: Any = pipe._session.workers[0]._context.transport
     return transport.links
 
 

@@ -1,0 +1,30 @@
+"""The numbers of one rank's calls, which are the same on all ranks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class CallNumbers:
+    """Counts one rank's calls.
+
+    Attributes:
+        next_step: The number of the next step.
+        steps_before: The number of training steps before this worker's first one, which random numbers add to the step.
+        evaluations: The number of evaluations so far.
+        timelines: The number of timelines that were gathered.
+        compared: How often a batch of each call was offered to the comparison with those of other ranks.
+    """
+
+    next_step: int
+    steps_before: int = 0
+    evaluations: int = 0
+    timelines: int = 0
+    compared: Counter[str] = field(default_factory=Counter[str])
+
+    @property
+    def training_step(self) -> int:
+        """The number of the next step in the whole training, including the steps of earlier pipelines."""
+        return self.steps_before + self.next_step

@@ -1,0 +1,57 @@
+"""What the parts of one rank share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.runtime.devices.device_clock import OpClock
+from adaptra.runtime.injection.emulation import Pacing
+from adaptra.runtime.measuring.monitor import Monitor
+from adaptra.runtime.options import Options
+from adaptra.runtime.transports.base import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class RankContext:
+    """One rank's place in the job, and what its parts use in common.
+
+    Attributes:
+        placement: ``placement[stage]`` is the stage's rank.
+        transport: This rank's transport, which joins the ranks of its pipeline.
+        job: The transport of all ranks of the job, of which that is a part; the same without replicas.
+        replicas: The ranks that have copies of these stages, or None without data parallelism.
+        monitor: Records ops, messages, the flights of probes and the sum over replicas.
+        clock: Marks the start and end of ops on this rank's device.
+        pacing: Lengthens ops on emulated devices and slowed stages.
+        options: Options of the runtime.
+    """
+
+    placement: tuple[int, ...]
+    transport: Transport
+    job: Transport
+    replicas: Replicas | None
+    monitor: Monitor
+    clock: OpClock
+    pacing: Pacing
+    options: Options
+
+    @property
+    def rank(self) -> int:
+        """This rank in its pipeline."""
+        return self.transport.rank
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks of the pipeline."""
+        return len(set(self.placement))
+
+    @property
+    def worker(self) -> int:
+        """This rank's worker in the job."""
+        return self.transport.worker_of(self.rank)
+
+    @property
+    def replica(self) -> int:
+        """This pipeline's number among the replicas."""
+        return 0 if self.replicas is None else self.replicas.index

@@ -1,0 +1,63 @@
+"""The losses of all microbatches, over all replicas, and what replicas compare with them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adaptra.errors import BatchError
+from adaptra.runtime.data_parallel.equal_numbers import BITS, are_equal, bits_of, mean_number
+from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.runtime.worker.stages.gradient_hooks import GradientHooks
+from adaptra.runtime.worker.stages.loss_reduction import Reduction
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLosses:
+    """Combines the losses of replicas.
+
+    Attributes:
+        replicas: The ranks that have copies of these stages, or None without data parallelism.
+        reduction: The reduction of the losses of microbatches and replicas to that of the batch.
+        microbatches: The most microbatches of a replica.
+    """
+
+    replicas: Replicas | None
+    reduction: Reduction
+    microbatches: int
+
+    def combine(self, replica: int, rows: tuple[int, ...], losses: Tensor, hooks: GradientHooks | None = None) -> Tensor:
+        """Return the losses of all microbatches, over all replicas.
+
+        Replicas may have different numbers of microbatches, with zeros for those that one lacks.
+
+        Args:
+            replica: This replica.
+            rows: The rows of its microbatches.
+            losses: The losses of its microbatches.
+            hooks: Those that all replicas must have in this step. None in an evaluation, which is aside from steps.
+
+        Raises:
+            BatchError: Replicas have batches of different numbers of rows, and the mean of their losses is wanted.
+            OptionError: Not the same parameters have hooks in all replicas.
+        """
+        if self.replicas is None:
+            return losses
+        mean, own = self.reduction is Reduction.MEAN, len(losses)
+        if own < self.microbatches:
+            losses = torch.cat([losses, losses.new_zeros(self.microbatches - own, *losses.shape[1:])])
+        compared = (sum(rows), *(() if hooks is None else hooks.marks()))
+        marks = losses.new_tensor(bits_of(compared), dtype=torch.float32)
+        combined = self.replicas.combine_losses(losses, mean=mean, aside=hooks is None, beside=[marks])
+        means = (marks if mean else marks / len(self.replicas.ranks)).tolist()
+        if mean and not are_equal(means[:BITS]):
+            raise BatchError(
+                f"replica {replica} has a batch of {sum(rows)} rows, and others have other numbers, "
+                f"{mean_number(means[:BITS]):g} on average: expected the same number on all replicas, as reduction='mean' "
+                "gives each replica the same weight; reduction='sum' and 'weighted' take any numbers"
+            )
+        if hooks is not None:
+            hooks.check_marks(means[BITS:], replica)
+        return combined[:own] if mean else combined

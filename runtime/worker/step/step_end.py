@@ -1,0 +1,193 @@
+"""The end of a training step: all between the last W and the optimizer.
+
+What replicas have computed goes in. It is decided what the step's gradients are made of and by what they are divided. Then
+``grad`` is filled, and hooks run. Hooks are user code, and can't be undone. So nothing that a user sees has changed before
+:meth:`StepEnd.commit`. A step that fails earlier leaves every ``grad`` as it was, and could run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from torch import Tensor
+
+from adaptra.collectives.rounds import ALGORITHMS
+from adaptra.runtime.data_parallel.accumulators import Accumulators
+from adaptra.runtime.data_parallel.gradient_sum import GradientSum
+from adaptra.runtime.devices.device_clock import Mark
+from adaptra.runtime.measuring.monitor import Monitor
+from adaptra.runtime.options.reduce_options import Reduce
+from adaptra.runtime.worker.stages.gradient_hooks import GradientHooks
+from adaptra.runtime.worker.stages.loss_reduction import Reduction, total_weight
+from adaptra.runtime.worker.step.replica_losses import ReplicaLosses
+
+
+@dataclass(frozen=True, slots=True)
+class Contribution:
+    """What one replica has computed in a step. Its sums of gradients are in :attr:`StepEnd.sums`.
+
+    Attributes:
+        replica: The replica.
+        rows: The rows of each microbatch that is in the sums.
+        losses: The losses of these microbatches.
+    """
+
+    replica: int
+    rows: tuple[int, ...]
+    losses: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """What the ranks of a job have agreed on for a step: it is the same on all of them.
+
+    Attributes:
+        losses: The losses of the microbatches that are in the gradients.
+        divisor: What the sums of gradients are divided by, or None for nothing. If it is not a finite number above zero, the
+            step has no gradients.
+    """
+
+    losses: Tensor
+    divisor: float | None
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the step changes ``grad``."""
+        return self.divisor is None or 0 < self.divisor < float("inf")
+
+
+class StepEnd(Protocol):
+    """One rank's part in the end of each step."""
+
+    @property
+    def sums(self) -> Accumulators:
+        """The gradients of the step that is under way."""
+        ...
+
+    @property
+    def complete(self) -> Callable[[str], None] | None:
+        """Called with the name of a parameter whose gradient is complete; None if nobody needs it before the last W ends."""
+        ...
+
+    def begin(self) -> None:
+        """Begin a step."""
+        ...
+
+    def adding(self) -> AbstractContextManager[None]:
+        """Enclose the step's program, whose last W may begin the sum over replicas."""
+        ...
+
+    def reduce(self) -> None:
+        """Wait for the sum over replicas."""
+        ...
+
+    def certify(self, contribution: Contribution) -> Certificate:
+        """Agree on what is in the step's gradients, and by what they are divided."""
+        ...
+
+    def commit(self, certificate: Certificate) -> None:
+        """Fill ``grad``, and run hooks."""
+        ...
+
+    def close(self) -> None:
+        """End the sum over replicas. There is no later step."""
+        ...
+
+
+class AllAtOnce:
+    """The end of steps whose gradients consist of all microbatches of all replicas.
+
+    Args:
+        parameters: The trainable parameters of this rank's stages by name.
+        copied: The names of those that stages of several ranks use, each with a copy of its own.
+        late: The names of those to which several stages add.
+        losses: Combines losses over the replicas.
+        reduce: How gradients are added up over them.
+        monitor: Records how long that took.
+        mark: The present time on this rank's device, as :meth:`adaptra.runtime.devices.device_clock.OpClock.mark`.
+
+    Attributes:
+        sums: The gradients of the step that is under way.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        copied: Collection[str],
+        late: Collection[str],
+        losses: ReplicaLosses,
+        reduce: Reduce,
+        monitor: Monitor,
+        mark: Callable[[], Mark],
+    ) -> None:
+        self.sums: Final = Accumulators(parameters)
+        self._hooks = GradientHooks(parameters, copied)
+        self._losses = losses
+        self._monitor = monitor
+        self._sum: GradientSum | None = None
+        if (replicas := losses.replicas) is not None:
+            bucket = reduce.bucket or replicas.best_bucket(sum(one.nbytes for one in parameters.values()))
+            replicas.add_by(ALGORITHMS[reduce.algorithm], limit=bucket, dtype=reduce.dtype)
+            self._sum = GradientSum(replicas, self.sums, late, bucket, losses.reduction is Reduction.MEAN, mark)
+
+    @property
+    def complete(self) -> Callable[[str], None] | None:
+        """As of :class:`StepEnd`."""
+        return self._sum.complete if self._sum is not None and self._sum.overlaps else None
+
+    def begin(self) -> None:
+        """Begin a step.
+
+        Autograd adds microbatches to earlier gradients one by one. What is divided, or given to a hook, is the step's alone.
+
+        Raises:
+            OptionError: A parameter with copies on several ranks has a hook; names it.
+        """
+        self._hooks.begin_step()
+        self.sums.begin_step(self._hooks.names if self._losses.reduction is Reduction.MEAN else self.sums.parameters)
+        if self._sum is not None:
+            self._sum.begin_step()
+
+    @contextmanager
+    def adding(self) -> Generator[None]:
+        """Enclose the step's program. If it fails, a sum that has begun does not wait for the rest."""
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+    def reduce(self) -> None:
+        """Wait for the sum over replicas. Stages that end later may still compute.
+
+        Raises:
+            PeerLostError: Another replica has failed.
+        """
+        if self._sum is not None:
+            self._monitor.reduce(*self._sum.end_step())
+
+    def certify(self, contribution: Contribution) -> Certificate:
+        """Combine the losses of all replicas, which have all contributed.
+
+        Raises:
+            BatchError: Replicas have batches of different numbers of rows, and the mean of their losses is wanted.
+            OptionError: Not the same parameters have hooks in all replicas.
+        """
+        losses = self._losses.combine(contribution.replica, contribution.rows, contribution.losses, self._hooks)
+        return Certificate(losses, total_weight(losses) if self._losses.reduction is Reduction.WEIGHTED else None)
+
+    def commit(self, certificate: Certificate) -> None:
+        """Divide the sums, fill ``grad``, and run hooks."""
+        if not certificate.has_gradients:
+            self.sums.discard()
+        elif certificate.divisor is not None:
+            self.sums.divide(certificate.divisor)
+        self.sums.fill(self._hooks.names)
+
+    def close(self) -> None:
+        """End the thread that adds up gradients, if there is one."""
+        if self._sum is not None:
+            self._sum.close()
