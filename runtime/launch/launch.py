@@ -28,7 +28,7 @@ from adaptra.runtime.transports.local import LocalHub
 from adaptra.runtime.transports.pipeline_transport import PipelineTransport
 from adaptra.runtime.transports.process_groups import end_group, end_keys, job_store, keys_of, new_group, sweep
 from adaptra.runtime.transports.registry import create_transport
-from adaptra.runtime.world.world import Place, ProcessId, World
+from adaptra.runtime.world.world import Attempt, Place, ProcessId, World
 
 T = TypeVar("T")
 
@@ -162,7 +162,7 @@ class Job:
         process = ProcessId(self.rank)
         everyone = new_group(world.hosts, f"{name}/workers", timeout=None)
         if not self._averages:
-            return Launch((self._transport(everyone),), world, process, None, self, (everyone,))
+            return Launch((self._transport(everyone, world),), world, process, None, self, (everyone,))
         # Each rank makes only the groups that it belongs to. Their order is that of the replicas, so that gradients are always
         # added in the same order.
         (worker,) = world.hosted(process)
@@ -171,10 +171,13 @@ class Job:
         column = new_group(peers, f"{name}/stage {place}", timeout=None)
         aside = new_group(peers, f"{name}/stage {place} aside", timeout=None)
         replicas = Replicas(column, aside, replica, world)
-        return Launch((self._transport(everyone),), world, process, replicas, self, (everyone, column, aside))
+        return Launch((self._transport(everyone, world),), world, process, replicas, self, (everyone, column, aside))
 
-    def _transport(self, group: dist.ProcessGroup) -> Transport:
-        return _join(self._name, group, self._with_delegate, self._addresses)
+    def _transport(self, group: dist.ProcessGroup, world: World) -> Transport:
+        made = _join(self._name, group, self._with_delegate, self._addresses)
+        if world.epoch:
+            made.begin(Attempt(world.epoch))
+        return made
 
     def _make_everyone(self) -> None:
         def make() -> dist.ProcessGroup:

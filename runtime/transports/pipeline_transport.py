@@ -11,7 +11,7 @@ from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Program
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.transports.base import Identity, PathCounts, Pending, Transport
-from adaptra.runtime.world.world import WorkerId
+from adaptra.runtime.world.world import Attempt, WorkerId
 
 
 class PipelineTransport(Transport):
@@ -31,6 +31,20 @@ class PipelineTransport(Transport):
         self.store = under(f"replica {replica}", job.store)
         self.rdma_devices = job.rdma_devices
         self._job = job
+
+    @property
+    def attempt(self) -> Attempt:
+        """See :meth:`Transport.attempt`."""
+        return self._job.attempt
+
+    def begin(self, attempt: Attempt) -> None:
+        """See :meth:`Transport.begin`."""
+        self._job.begin(attempt)
+
+    @property
+    def dropped(self) -> int:
+        """See :meth:`Transport.dropped`."""
+        return self._job.dropped
 
     def worker_of(self, rank: int) -> WorkerId:
         """See :meth:`Transport.worker_of`."""

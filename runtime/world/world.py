@@ -28,6 +28,21 @@ class Seat(NamedTuple):
     place: Place
 
 
+class Attempt(NamedTuple):
+    """An attempt at the calls of a world. Of two attempts the later one is greater.
+
+    Attributes:
+        epoch: The world's epoch.
+        number: The number of attempts in the world before.
+    """
+
+    epoch: int = 0
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"attempt {self.number} of epoch {self.epoch}"
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """The workers of a job and their processes, from one change of these to the next.
