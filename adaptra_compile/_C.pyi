@@ -335,6 +335,9 @@ class Engine:
     def release(self, request: Request) -> None:
         """Release the memory of a message that arrived."""
 
+    def begin(self, attempt: int) -> None:
+        """Begin a later attempt: receives under way fail, and messages of earlier attempts are dropped where they arrive."""
+
     def statistics(self) -> list[tuple[int, int, int, bool, dict[str, int]]]:
         """Return, per channel: source, destination, class, whether this rank sends, and its counters."""
 

@@ -107,6 +107,7 @@ nb::dict to_dict(const Stats& stats) {
   counters["most_in_flight"] = read(stats.most_in_flight);
   counters["retries"] = read(stats.retries);
   counters["duplicates"] = read(stats.duplicates);
+  counters["dropped"] = read(stats.dropped);
   counters["corrupted"] = read(stats.corrupted);
   counters["path_failures"] = read(stats.path_failures);
   counters["path_changes"] = read(stats.path_changes);
@@ -206,6 +207,7 @@ void bind_engine(nb::module_& m) {
             }
           },
           nb::arg("request"), nb::call_guard<nb::gil_scoped_release>())
+      .def("begin", &Engine::begin, nb::arg("attempt"), nb::call_guard<nb::gil_scoped_release>())
       .def("statistics",
            [](const Engine& engine) {
              nb::list found;

@@ -22,12 +22,12 @@ class Everywhere:
     """
 
     def __init__(self, session: Session, timeout: float) -> None:
-        job, roles = session.launched.job, session.launched.roles
+        job, world = session.launched.job, session.launched.world
         assert job is not None, "a pipeline whose ranks are in one process has everything"
         job.meet(timeout)
         self._group: Final = job.everyone
         self._rank: Final = job.rank
-        pipeline = range(dist.get_world_size()) if roles is None else roles.pipeline(0)
+        pipeline = world.hosts_of(world.pipeline(0))
         # The first replica is the source: gradients are equal on all replicas, and DDP would broadcast its buffers too.
         self._source: Final = {name: pipeline[holders[0]] for name, holders in session.compiled.names.items() if holders}
         captured = session.compiled.captured

@@ -123,6 +123,15 @@ void Engine::release(std::uint32_t peer, ChannelClass channel, std::uint32_t slo
       true);
 }
 
+void Engine::begin(std::uint64_t attempt) {
+  submit(
+      [this, attempt] {
+        attempt_ = attempt;
+        for_each_channel([](Channel& channel, bool) { channel.begin(); });
+      },
+      true);
+}
+
 void Engine::check_own() const {
   if (is_copy()) throw std::logic_error("the engine is another process's: expected no use of it in a forked child");
 }

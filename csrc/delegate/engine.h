@@ -62,6 +62,8 @@ class Engine final : private Host, private Connector::Owner {
                                               std::size_t bytes, Clock::time_point posted_at);
   [[nodiscard]] std::shared_ptr<Request> receive(std::uint32_t peer, ChannelClass channel, std::uint64_t bytes);
   void release(std::uint32_t peer, ChannelClass channel, std::uint32_t slot);
+  // Begin a later attempt: receives under way fail, and messages of earlier attempts are dropped where they arrive.
+  void begin(std::uint64_t attempt);
 
   [[nodiscard]] std::vector<ChannelReport> channels() const;
   [[nodiscard]] std::vector<Refusal> refusals() const;
@@ -85,6 +87,7 @@ class Engine final : private Host, private Connector::Owner {
   [[nodiscard]] Wire& wire(std::size_t path) override { return *wires_[path]; }
   [[nodiscard]] std::shared_ptr<const Pages> make_pages(std::size_t bytes) override;
   void open(const Address& address) override;
+  [[nodiscard]] std::uint64_t attempt() const override { return attempt_; }
   void wants_flush(Channel& channel) override { to_flush_.push_back(&channel); }
   [[nodiscard]] bool may_post(SendChannel& channel) override;
   [[nodiscard]] bool expects(const Address& address, std::uint32_t path, std::string& refusal) override;
@@ -134,6 +137,7 @@ class Engine final : private Host, private Connector::Owner {
   Clock::time_point next_tick_;
   std::optional<Clock::time_point> closing_until_;
   bool is_closed_ = false;
+  std::uint64_t attempt_ = 0;
 
   std::mutex commands_mutex_;
   std::vector<std::function<void()>> commands_;

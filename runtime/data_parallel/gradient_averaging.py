@@ -21,10 +21,10 @@ from adaptra.collectives.buckets import best_bucket_bytes, bucket_bytes
 from adaptra.collectives.rounds import Algorithm
 from adaptra.collectives.seconds import slowest
 from adaptra.errors import PeerLostError
-from adaptra.program.roles import Roles
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 from adaptra.runtime.transports.link_probe import measure_links
 from adaptra.runtime.transports.process_groups import broken_peer, end_gloo_waits
+from adaptra.runtime.world.world import ProcessId, WorkerId, World
 
 MEASURED_ROUNDS: Final = 3
 """The number of other replicas to which each one measures its link. So many replicas start no later than few."""
@@ -62,7 +62,7 @@ class Replicas:
         aside: Another group of the same ranks for everything but steps: a rank that alone evaluates must not meet a step's
             gradients.
         index: The index of this rank's pipeline in the job, from 0.
-        roles: The roles of all ranks of the job.
+        world: The workers of the job and their processes.
 
     Attributes:
         index: As given.
@@ -73,14 +73,14 @@ class Replicas:
         group: dist.ProcessGroup,
         aside: dist.ProcessGroup,
         index: int,
-        roles: Roles,
+        world: World,
     ) -> None:
         self.index = index
         self._group = group
         self._aside = aside
         self._sums = {one: GroupSum(one) for one in (group, aside)}
         self._count = dist.get_world_size(group)
-        self._roles = roles
+        self._world = world
         self._lock = threading.Lock()
         self._ended = False
 
@@ -145,9 +145,9 @@ class Replicas:
         return torch.device("cuda" if "nccl" in dist.get_backend(self._group) else "cpu")
 
     @property
-    def pipeline(self) -> Sequence[int]:
-        """The job's ranks that make up this rank's pipeline, by stage."""
-        return self._roles.pipeline(self.index)
+    def pipeline(self) -> Sequence[ProcessId]:
+        """The job's ranks that make up this rank's pipeline, by place."""
+        return self._world.hosts_of(self._world.pipeline(self.index))
 
     @property
     def ranks(self) -> list[int]:
@@ -199,20 +199,21 @@ class Replicas:
             who = "" if lost is None else f"rank {lost} is lost: "
             raise PeerLostError(f"{who}a data-parallel replica is lost: {error}", rank=lost) from error
 
-    def _lost_worker(self) -> int | None:
+    def _lost_worker(self) -> WorkerId | None:
         """Return the worker of the replica to which a connection is broken, None if none is known to be."""
         peers = [replica for replica in range(self._count) if replica != self.index]
         broken = [peer for group in (self._group, self._aside) if (peer := broken_peer(group)) is not None]
         lost = peers[0] if len(peers) == 1 else next(iter(broken), None)
-        return None if lost is None else self.worker_of(self.ranks[lost])
+        return None if lost is None else self.worker_of(ProcessId(self.ranks[lost]))
 
-    def worker_of(self, rank: int) -> int:
-        """Return the worker that a rank of the job is."""
-        return list(self._roles.ranks).index(rank)
+    def worker_of(self, process: ProcessId) -> WorkerId:
+        """Return the worker that a process of the job hosts."""
+        (worker,) = self._world.hosted(process)
+        return worker
 
     def placed(self, error: PeerLostError) -> PeerLostError:
         """Convert an error that names a worker to one with the job's number of the lost rank."""
-        if error.rank is None or (lost := self._roles.ranks[error.rank]) == error.rank:
+        if error.rank is None or (lost := self._world.hosts[error.rank]) == error.rank:
             return error
         message = f"{error} (worker {error.rank} is the job's rank {lost})"
         return PeerLostError(message, rank=lost, edge=error.edge, op=error.op)

@@ -21,6 +21,7 @@ from adaptra.program import Program
 from adaptra.runtime.injection.faults import Fault, link_delay, link_occupancy
 from adaptra.runtime.transports.base import ChannelClass, Identity, PathCounts, Pending, Transport, now
 from adaptra.runtime.transports.pending import wait_for
+from adaptra.runtime.world.world import Attempt
 
 
 class _HeldSend(Pending):
@@ -127,6 +128,25 @@ class FaultyTransport(Transport):
             heapq.heappush(self._held, _Held(due, self._ordinal, destination_rank, tuple(tensors), posted_at, pending))
             self._condition.notify_all()
         return pending
+
+    @property
+    def attempt(self) -> Attempt:
+        """See :meth:`Transport.attempt`."""
+        return self._transport.attempt
+
+    def begin(self, attempt: Attempt) -> None:
+        """See :meth:`Transport.begin`. Delayed messages are dropped."""
+        with self._condition:
+            self._transport.begin(attempt)
+            held, self._held = self._held, []
+            self._held_on.clear()
+        for each in held:
+            each.pending.fail(TransportError(f"{each.pending.identity}: held by a fault until {attempt} began"))
+
+    @property
+    def dropped(self) -> int:
+        """See :meth:`Transport.dropped`."""
+        return self._transport.dropped
 
     def receive(self, source_rank: int, identity: Identity) -> Pending:
         """See :meth:`Transport.receive`."""

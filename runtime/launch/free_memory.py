@@ -14,6 +14,7 @@ from torch.distributed import DistError, DistStoreError, Store
 from adaptra.errors import ControlError, LaunchError
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.launch.launch import Launch
+from adaptra.runtime.world.world import Place
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 
@@ -40,8 +41,8 @@ def free_memory(launched: Launch, device: torch.device, timeout: float) -> tuple
     found = _gather_by_rank(under("free memory", launched.job.store), launched.job.rank, [_place(device), free], timeout)
     sharing = Counter(place for place, _ in found)
     shares = [free // sharing[place] for place, free in found]
-    roles = launched.roles
-    columns = [(rank,) for rank in range(len(shares))] if roles is None else map(roles.column, range(roles.stages))
+    world = launched.world
+    columns = [world.hosts_of(world.column(Place(place))) for place in range(world.places)]
     return tuple(min(shares[rank] for rank in column) for column in columns)
 
 

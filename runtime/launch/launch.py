@@ -28,53 +28,72 @@ from adaptra.runtime.transports.local import LocalHub
 from adaptra.runtime.transports.pipeline_transport import PipelineTransport
 from adaptra.runtime.transports.process_groups import end_group, end_keys, job_store, keys_of, new_group, sweep
 from adaptra.runtime.transports.registry import create_transport
+from adaptra.runtime.world.world import Attempt, Place, ProcessId, World
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """The ranks of one pipeline that this process runs.
+    """The workers that this process runs, and what joins them to others.
 
     Attributes:
-        transports: The job's, one per rank run here: all ranks of one pipeline as threads, or the one of this process. Their
-            ranks are workers: replica · stages + stage.
+        transports: The job's, one per worker run here: all of one pipeline as threads, or the one of this process. Their ranks
+            are workers.
+        world: The world that they are in.
+        process: This process.
         replicas: This process's peers in other pipelines, or None without data parallelism.
-        job: Joins the pipeline and the peers of another role; None if all ranks are threads of this process.
-        roles: The roles of all ranks; None without replicas.
-        groups: The process groups made for these ranks.
+        job: Joins this process to others; None if all workers are threads of this process.
+        groups: The process groups made for this world.
     """
 
     transports: tuple[Transport, ...]
+    world: World
+    process: ProcessId
     replicas: Replicas | None = None
     job: Job | None = None
-    roles: Roles | None = None
     groups: tuple[dist.ProcessGroup, ...] = ()
 
     @property
-    def ranks(self) -> list[int]:
-        """The ranks run here, by their numbers in their pipeline."""
-        return [self.pipeline_of(transport).rank for transport in self.transports]
+    def ranks(self) -> list[Place]:
+        """The workers run here, by their places in their pipeline."""
+        return [self.world.seat(worker).place for worker in self.world.hosted(self.process)]
+
+    @property
+    def replica(self) -> int:
+        """The replica of the workers run here."""
+        return self.world.seat(self.world.hosted(self.process)[0]).replica
+
+    @property
+    def row(self) -> tuple[ProcessId, ...]:
+        """The processes of this process's pipeline, by place."""
+        return self.world.hosts_of(self.world.pipeline(self.replica))
+
+    @property
+    def roles(self) -> Roles | None:
+        """The roles of all processes; None without replicas."""
+        return None if self.replicas is None else self.world.roles
 
     def pipeline_of(self, transport: Transport) -> Transport:
-        """Return the part of one of these transports, or of one that wraps it, that joins the ranks of its pipeline."""
+        """Return the part of one of these transports, or of one that wraps it, that joins the workers of its pipeline."""
         if self.replicas is None:
             return transport
-        size = len(self.replicas.pipeline)
-        first = self.replicas.index * size
-        return PipelineTransport(transport, self.replicas.index, range(first, first + size))
+        return PipelineTransport(transport, self.replica, self.world.pipeline(self.replica))
 
     def end(self) -> None:
-        """Release the groups that were made for this launch, once its transports are closed and nothing has failed."""
+        """Release the groups that were made for this world, once its transports are closed and nothing has failed."""
         for group in self.groups:
             end_group(group)
 
-    def again(self) -> Launch:
-        """Launch the same ranks in the same roles, with transports that carry no message of the old ones. All ranks call it."""
-        if self.job is not None:
-            return self.job.join(self.roles)
-        hub = LocalHub(len(self.transports))
-        return Launch(tuple(hub.transport(rank) for rank in range(len(self.transports))))
+    def enter(self, world: World) -> Launch:
+        """Join the workers of this process in a later world. All processes call it with the same one.
+
+        What joins them in this world stays until it is ended.
+
+        Raises:
+            PeerLostError: As :meth:`Job.enter`.
+        """
+        return _in_threads(world) if self.job is None else self.job.enter(world)
 
 
 class Job:
@@ -86,7 +105,7 @@ class Job:
         contributed: A digest over what all ranks sent in this launch; see :func:`.signed_store.signed`.
         with_delegate, addresses: As :func:`launch`.
         spares: The store's clients that this job may use.
-        changes_roles: Whether roles can change.
+        averages: Whether there are replicas, or roles that were given, which can change.
 
     Attributes:
         rank: This process's rank in the job.
@@ -102,7 +121,7 @@ class Job:
         with_delegate: bool,
         addresses: Sequence[str],
         spares: Reservation,
-        changes_roles: bool = True,
+        averages: bool = True,
     ) -> None:
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
@@ -113,10 +132,10 @@ class Job:
         self._with_delegate = with_delegate
         self._addresses = addresses
         self._spares = spares
-        self._joined = 0
         self._met = 0
+        self._averages = averages
         self._everyone: dist.ProcessGroup | None = None
-        if changes_roles:
+        if averages:
             self._make_everyone()
 
     @property
@@ -125,39 +144,40 @@ class Job:
         assert self._everyone is not None, "the ranks of the job have met"
         return self._everyone
 
-    def join(self, roles: Roles | None) -> Launch:
-        """Join the pipeline and the replicas of this rank's role. All ranks of the job call it with the same roles, having met.
-
-        Without roles the job's ranks are the stages of one pipeline.
+    def enter(self, world: World) -> Launch:
+        """Join the workers of this process in a world. All processes call it with the same one, having met.
 
         Raises:
             PeerLostError: Another rank failed or died before all had joined; names it.
         """
-        self._joined += 1
-        name = f"{self._keys}/{self._joined}"
-        return self.connect(name, lambda: self._join(roles, name))
+        name = f"{self._keys}/{world.epoch}"
+        return self.connect(name, lambda: self._enter(world, name))
 
     def connect(self, name: str, make: Callable[[], T]) -> T:
         """Connect this rank to others; see :func:`.connecting.connect`."""
         name = f"{name} connecting"
         return connect(name, signed(keys_of(name), name, [self._contributed]), self.rank, self.ranks, make)
 
-    def _join(self, roles: Roles | None, name: str) -> Launch:
-        if roles is None:
-            group = new_group(range(dist.get_world_size()), name, timeout=None)
-            return Launch((self._transport(group),), None, self, groups=(group,))
-        replica, stage = roles.of(self.rank)
+    def _enter(self, world: World, name: str) -> Launch:
+        process = ProcessId(self.rank)
+        everyone = new_group(world.hosts, f"{name}/workers", timeout=None)
+        if not self._averages:
+            return Launch((self._transport(everyone, world),), world, process, None, self, (everyone,))
         # Each rank makes only the groups that it belongs to. Their order is that of the replicas, so that gradients are always
         # added in the same order.
-        peers = roles.column(stage)
-        everyone = new_group(roles.ranks, f"{name}/workers", timeout=None)
-        column = new_group(peers, f"{name}/stage {stage}", timeout=None)
-        aside = new_group(peers, f"{name}/stage {stage} aside", timeout=None)
-        replicas = Replicas(column, aside, replica, roles)
-        return Launch((self._transport(everyone),), replicas, self, roles, (everyone, column, aside))
+        (worker,) = world.hosted(process)
+        replica, place = world.seat(worker)
+        peers = world.hosts_of(world.column(place))
+        column = new_group(peers, f"{name}/stage {place}", timeout=None)
+        aside = new_group(peers, f"{name}/stage {place} aside", timeout=None)
+        replicas = Replicas(column, aside, replica, world)
+        return Launch((self._transport(everyone, world),), world, process, replicas, self, (everyone, column, aside))
 
-    def _transport(self, group: dist.ProcessGroup) -> Transport:
-        return _join(self._name, group, self._with_delegate, self._addresses)
+    def _transport(self, group: dist.ProcessGroup, world: World) -> Transport:
+        made = _join(self._name, group, self._with_delegate, self._addresses)
+        if world.epoch:
+            made.begin(Attempt(world.epoch))
+        return made
 
     def _make_everyone(self) -> None:
         def make() -> dist.ProcessGroup:
@@ -250,8 +270,7 @@ def launch(
             f"Options(delegate=...) with transport {name!r}: expected c10d, whose slow edges the delegate takes over"
         )
     if name == "local":
-        hub = LocalHub(size)
-        return Launch(tuple(hub.transport(rank) for rank in range(size)))
+        return _in_threads(World.of_threads(size))
     if not is_launched():
         raise LaunchError(
             f"transport {name!r} needs {size} processes: start this script with torchrun --nproc-per-node={size}, or call "
@@ -276,10 +295,15 @@ def launch(
         )
     usual = Roles.initial(ranks, size)
     if roles in (None, usual) and ranks == size:
-        job = Job(name, call, contributed, with_delegate, addresses, spares, changes_roles=False)
+        job = Job(name, call, contributed, with_delegate, addresses, spares, averages=False)
         made = job.connect(_name_of_call(call), lambda: _join(name, None, with_delegate, addresses))
-        return Launch((made,), None, job)
-    return Job(name, call, contributed, with_delegate, addresses, spares).join(roles or usual)
+        return Launch((made,), World.of_roles(usual), ProcessId(rank), None, job)
+    return Job(name, call, contributed, with_delegate, addresses, spares).enter(World.of_roles(roles or usual))
+
+
+def _in_threads(world: World) -> Launch:
+    hub = LocalHub(world.places)
+    return Launch(tuple(hub.transport(worker) for worker in world.pipeline(0)), world, ProcessId(0))
 
 
 def _join(name: str, group: dist.ProcessGroup | None, with_delegate: bool, addresses: Sequence[str]) -> Transport:

@@ -23,6 +23,7 @@ from adaptra.errors import TransportError
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec, dtype_name
 from adaptra.program import Kind, Program
 from adaptra.program.transport_contract import Contract
+from adaptra.runtime.world.world import Attempt, WorkerId
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -321,9 +322,29 @@ class Transport(ABC):
                 time. It replaces earlier reservations; buffers in use stay valid.
         """
 
-    def worker_of(self, rank: int) -> int:
-        """Return the number of a rank of this transport in that of the whole job; the same unless it joins a part of it."""
-        return rank
+    @property
+    @abstractmethod
+    def attempt(self) -> Attempt:
+        """The attempt of which messages are sent and received."""
+
+    @abstractmethod
+    def begin(self, attempt: Attempt) -> None:
+        """Begin a later attempt, the same on all ranks. Messages of earlier ones are dropped where they arrive, and counted.
+
+        Operations under way fail. Received messages no longer need to be released, and their tensors must not be used.
+
+        Raises:
+            TransportError: The transport was aborted or closed, or can't tell messages of two attempts apart.
+        """
+
+    @property
+    @abstractmethod
+    def dropped(self) -> int:
+        """The number of messages of earlier attempts that came here."""
+
+    def worker_of(self, rank: int) -> WorkerId:
+        """Return the worker that a rank of this transport is; its own number unless the transport joins a part of the job."""
+        return WorkerId(rank)
 
     def clock_of(self, rank: int) -> float:
         """Return the seconds by which the clock of a rank was ahead of this rank's when they connected; 0 on one host."""

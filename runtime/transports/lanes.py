@@ -19,6 +19,7 @@ from adaptra.program import Kind, Program
 from adaptra.program.dependencies import peer_stage
 from adaptra.program.placement import Edge
 from adaptra.runtime.transports.base import Identity, PathCounts, Pending, Purpose, Transport
+from adaptra.runtime.world.world import Attempt
 
 
 class LanedTransport(Transport):
@@ -44,6 +45,22 @@ class LanedTransport(Transport):
         self._lock = threading.Lock()
         self._lane_of: list[tuple[int, dict[Edge, str]]] = []
         self._carrier: dict[Pending, Transport] = {}
+
+    @property
+    def attempt(self) -> Attempt:
+        """See :meth:`Transport.attempt`."""
+        return self._default.attempt
+
+    def begin(self, attempt: Attempt) -> None:
+        """See :meth:`Transport.begin`."""
+        self._carrier.clear()
+        for transport in self._all:
+            transport.begin(attempt)
+
+    @property
+    def dropped(self) -> int:
+        """See :meth:`Transport.dropped`."""
+        return sum(transport.dropped for transport in self._all)
 
     def use_lanes(self, step: int, program: Program) -> None:
         """See :meth:`Transport.use_lanes`."""

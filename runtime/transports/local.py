@@ -18,6 +18,7 @@ from adaptra.program.transport_contract import Contract
 from adaptra.runtime.transports.base import Identity, Pending, Transport, check_tensors, describe_layout, layout_of, now
 from adaptra.runtime.transports.pending import Completion, PendingOperations
 from adaptra.runtime.transports.pool import Pool
+from adaptra.runtime.world.world import Attempt
 
 CONTRACT: Final = Contract(send_waits_for_receiver=False, in_order=False)
 """A message leaves at once and in no queue, but the receiver reads the sender's own tensors."""
@@ -28,10 +29,11 @@ _Address = tuple[int, int, tuple[object, ...]]
 class _LocalMessage:
     """A message under way: its tensors, and its times of posting and arrival."""
 
-    __slots__ = ("arrived_at", "identity", "sent_at", "tensors")
+    __slots__ = ("arrived_at", "attempt", "identity", "sent_at", "tensors")
 
-    def __init__(self, identity: Identity, tensors: tuple[Tensor, ...], sent_at: float) -> None:
+    def __init__(self, identity: Identity, attempt: Attempt, tensors: tuple[Tensor, ...], sent_at: float) -> None:
         self.identity = identity
+        self.attempt = attempt
         self.tensors = tensors
         self.sent_at = sent_at
         self.arrived_at = now()
@@ -57,6 +59,8 @@ class LocalHub:
         self._lock = threading.Lock()
         self._arrived: dict[_Address, _LocalMessage] = {}
         self._posted: dict[_Address, tuple[LocalTransport, Completion]] = {}
+        self._attempts = [Attempt()] * world_size
+        self._dropped = [0] * world_size
 
     def transport(self, rank: int) -> LocalTransport:
         """Return the transport of one rank; each rank asks once.
@@ -68,10 +72,27 @@ class LocalHub:
             raise LaunchError(f"rank {rank}: expected a rank of 0..{self.world_size - 1}")
         return LocalTransport(self, rank)
 
+    def begin(self, rank: int, attempt: Attempt) -> None:
+        """Drop what came to a rank in earlier attempts than this one, now and later, and forget its receives."""
+        with self._lock:
+            self._attempts[rank] = attempt
+            late = [one for one, message in self._arrived.items() if one[1] == rank and message.attempt < attempt]
+            for address in late:
+                del self._arrived[address]
+            self._dropped[rank] += len(late)
+            self._posted = {one: posted for one, posted in self._posted.items() if one[1] != rank}
+
+    def dropped(self, rank: int) -> int:
+        """Return the number of messages of earlier attempts that came to a rank."""
+        return self._dropped[rank]
+
     def deliver(self, source: int, destination: int, message: _LocalMessage) -> None:
         """Pass a message to the receive that waits for it, or keep it for a later receive."""
-        address = (source, destination, message.identity.key)
+        address = (source, destination, (message.attempt, *message.identity.key))
         with self._lock:
+            if message.attempt < self._attempts[destination]:
+                self._dropped[destination] += 1
+                return
             posted = self._posted.pop(address, None)
             if posted is None:
                 if address in self._arrived:
@@ -82,8 +103,10 @@ class LocalHub:
 
     def expect(self, source: int, transport: LocalTransport, pending: Completion) -> None:
         """Complete a receive with a message that came before it, or keep it for a later message."""
-        address = (source, transport.rank, pending.identity.key)
+        address = (source, transport.rank, (pending.attempt, *pending.identity.key))
         with self._lock:
+            if pending.attempt < self._attempts[transport.rank]:
+                return  # another thread has begun a later attempt, which fails this receive
             message = self._arrived.pop(address, None)
             if message is None:
                 if address in self._posted:
@@ -114,7 +137,7 @@ class LocalTransport(Transport):
         check_tensors(identity, tensors)
         pending = self._guard.post(destination_rank, identity, is_receive=False)
         sent = tuple(spec.arriving(tensor) for tensor, spec in zip(tensors, identity.specs, strict=True))
-        message = _LocalMessage(identity, sent, now() if posted_at is None else posted_at)
+        message = _LocalMessage(identity, pending.attempt, sent, now() if posted_at is None else posted_at)
         self._hub.deliver(self.rank, destination_rank, message)
         pending.complete()
         self._guard.settle(pending)
@@ -127,6 +150,23 @@ class LocalTransport(Transport):
         self._held[pending] = source_rank
         self._hub.expect(source_rank, self, pending)
         return pending
+
+    @property
+    def attempt(self) -> Attempt:
+        """See :meth:`Transport.attempt`."""
+        return self._guard.attempt
+
+    def begin(self, attempt: Attempt) -> None:
+        """See :meth:`Transport.begin`."""
+        self._guard.begin(attempt)
+        self._hub.begin(self.rank, attempt)
+        for pending in list(self._held):
+            self.release(pending)
+
+    @property
+    def dropped(self) -> int:
+        """See :meth:`Transport.dropped`."""
+        return self._hub.dropped(self.rank)
 
     def arrive(self, pending: Completion, message: _LocalMessage) -> None:
         """Complete ``pending`` with its message, which has arrived."""

@@ -9,7 +9,7 @@ The header is :data:`HEADER_BYTES` long, little-endian::
 
     field       bytes  meaning
     magic       4      adpt
-    version     1      4
+    version     1      5
     purpose     1      index in adaptra.runtime.transports.base.Purpose
     replica     2
     step        8      signed
@@ -20,7 +20,10 @@ The header is :data:`HEADER_BYTES` long, little-endian::
     digest      16     of shapes and dtypes
     length      2      of the text
     shape       4      code of the batch's shape, 0 for that of the compilation
-    text        134    shapes and dtypes for people, cut to fit
+    epoch       4      of the world
+    attempt     4      at the world's calls
+    size        8      bytes of the tensors in the flat buffer
+    text        118    shapes and dtypes for people, cut to fit
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,16 +40,17 @@ from torch import Tensor
 from adaptra.errors import TransportError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.runtime.transports.base import Identity, Purpose, describe_layout, layout_of, name_of
+from adaptra.runtime.world.world import Attempt
 
 ALIGNMENT: Final = 64
 HEADER_BYTES: Final = 192
 INLINE_BYTES: Final = 4096
-VERSION: Final = 4
+VERSION: Final = 5
 _MAGIC: Final = b"adpt"
-_FORMAT: Final = struct.Struct("<4sBBHqiiId16sHI134s")
+_FORMAT: Final = struct.Struct("<4sBBHqiiId16sHIIIQ118s")
 _PURPOSES: Final = tuple(Purpose)
 _CODES: Final = {purpose: code for code, purpose in enumerate(_PURPOSES)}
-_TEXT_BYTES: Final = 134
+_TEXT_BYTES: Final = 118
 
 
 def _aligned(size: int) -> int:
@@ -67,9 +71,10 @@ class Header:
         described = describe_layout(layout_of(specs)).encode()
         self._digest = hashlib.blake2b(described, digest_size=16).digest()
         self._text = described[:_TEXT_BYTES]
-        self.tag = 1 + int.from_bytes(self._digest[:4], "little") % (2**31 - 2)
+        self._size = flat_bytes(specs)
+        self.tag = _tag_of(self._digest)
 
-    def pack_into(self, memory: memoryview, identity: Identity, sent_at: float) -> None:
+    def pack_into(self, memory: memoryview, identity: Identity, attempt: Attempt, sent_at: float) -> None:
         """Write the header of a message to the first :data:`HEADER_BYTES` of ``memory``."""
         step, purpose, source, destination, microbatch, replica = identity.key
         _FORMAT.pack_into(
@@ -87,11 +92,13 @@ class Header:
             self._digest,
             len(self._text),
             identity.shape,
+            *attempt,
+            self._size,
             self._text,
         )
 
     def check(self, memory: memoryview | bytes, expected: Identity) -> float:
-        """Read the header at the beginning of ``memory``.
+        """Read the header at the beginning of ``memory``, of a message of the present attempt.
 
         Returns:
             The time at which the message was sent, on the sender's clock, seconds.
@@ -100,7 +107,7 @@ class Header:
             TransportError: It is another message; names the edge, the expected message and the received one.
         """
         fields = _FORMAT.unpack_from(memory)
-        magic, version, code, replica, step, source, destination, microbatch, sent_at, digest, length, shape, text = fields
+        magic, version, code, replica, step, source, destination, microbatch, sent_at, digest, length, shape, *_, text = fields
         if magic != _MAGIC or version != VERSION or code >= len(_PURPOSES) or not math.isfinite(sent_at):
             raise TransportError(f"receive of {expected}: got bytes that are no message of version {VERSION}: {magic!r}")
         purpose = _PURPOSES[code]
@@ -109,6 +116,32 @@ class Header:
             got = f"{name_of(purpose, source, microbatch, replica)} of step {step} on edge {source}→{destination}"
             raise TransportError(f"receive of {expected}: got {got} with {text[:length].decode(errors='replace')}{other_shape}")
         return sent_at
+
+
+class Arrival(NamedTuple):
+    """What a receiver reads of a header before it knows whether it wants the message.
+
+    Attributes:
+        attempt: The attempt in which the message was sent.
+        size: The bytes of its tensors in the flat buffer.
+        tag: As :attr:`Header.tag`.
+    """
+
+    attempt: Attempt
+    size: int
+    tag: int
+
+
+def arrival(memory: memoryview | bytes) -> Arrival | None:
+    """Return what the header at the beginning of ``memory`` says of its message; None if it is no header of this version."""
+    magic, version, *_, digest, _, _, epoch, number, size, _ = _FORMAT.unpack_from(memory)
+    if magic != _MAGIC or version != VERSION:
+        return None
+    return Arrival(Attempt(epoch, number), size, _tag_of(digest))
+
+
+def _tag_of(digest: bytes) -> int:
+    return 1 + int.from_bytes(digest[:4], "little") % (2**31 - 2)
 
 
 OTHER_SHAPE: Final = ", of a batch of another shape: expected batches of one shape on all ranks of a replica"
@@ -157,9 +190,9 @@ class MessageBuffer:
         """A tag for the second part that only messages of the same layout share; never 0, the first part's."""
         return self._rule.tag
 
-    def pack(self, identity: Identity, tensors: Sequence[Tensor], sent_at: float) -> None:
+    def pack(self, identity: Identity, attempt: Attempt, tensors: Sequence[Tensor], sent_at: float) -> None:
         """Fill the buffer with a message."""
-        self._rule.pack_into(self._header, identity, sent_at)
+        self._rule.pack_into(self._header, identity, attempt, sent_at)
         if self.first is not self._header_tensor:
             self.first[:HEADER_BYTES].copy_(self._header_tensor[:HEADER_BYTES])
         with torch.no_grad():

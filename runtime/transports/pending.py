@@ -11,6 +11,7 @@ from torch import Tensor
 
 from adaptra.errors import PeerLostError, TransportError
 from adaptra.runtime.transports.base import Identity, Pending
+from adaptra.runtime.world.world import Attempt
 
 
 def wait_for(event: threading.Event, timeout: float | None) -> bool:
@@ -23,10 +24,15 @@ def wait_for(event: threading.Event, timeout: float | None) -> bool:
 
 
 class Completion(Pending):
-    """A :class:`Pending` that its transport completes or fails once; later calls are ignored."""
+    """A :class:`Pending` that its transport completes or fails once; later calls are ignored.
+
+    Attributes:
+        attempt: The attempt in which it was posted.
+    """
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity
+        self.attempt = Attempt()
         self.sent_at = 0.0
         self.departed_at = 0.0
         self.arrived_at = 0.0
@@ -79,14 +85,21 @@ T = TypeVar("T", bound=Completion)
 
 
 class PendingOperations:
-    """The state that all transports share: the receives posted per rank, the pending operations, and the error that ended them.
+    """The state that all transports share: the attempt, the receives posted per rank, the operations, and the error that ended
+    them.
 
     Args:
         rank: The rank whose transport this is.
         world_size: The number of ranks.
+
+    Attributes:
+        attempt: The attempt of new operations.
+        dropped: The number of messages of earlier attempts that were dropped.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
+        self.attempt = Attempt()
+        self.dropped = 0
         self._rank = rank
         self._world_size = world_size
         self._error: Exception | None = None
@@ -109,8 +122,31 @@ class PendingOperations:
         with self._lock:
             if self._error is not None:
                 raise self._error
+            pending.attempt = self.attempt
             self._pending[pending] = peer if is_receive else None
         return pending
+
+    def begin(self, attempt: Attempt) -> None:
+        """Begin a later attempt: fail the operations of the present one.
+
+        Raises:
+            TransportError: The attempt is not later.
+            Exception: The error that ended the transport.
+        """
+        with self._lock:
+            if self._error is not None:
+                raise self._error
+            if attempt <= self.attempt:
+                raise TransportError(f"{attempt}: expected a later one than {self.attempt}")
+            before, self.attempt = self.attempt, attempt
+            pending, self._pending = list(self._pending), {}
+        for each in pending:
+            each.fail(TransportError(f"{each.identity}: {before} has ended, {attempt} has begun"))
+
+    def drop(self, count: int = 1) -> None:
+        """Count messages of earlier attempts."""
+        with self._lock:
+            self.dropped += count
 
     def settle(self, pending: Completion) -> None:
         """Forget an operation that was completed or failed."""

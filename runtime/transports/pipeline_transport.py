@@ -11,6 +11,7 @@ from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Program
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.transports.base import Identity, PathCounts, Pending, Transport
+from adaptra.runtime.world.world import Attempt, WorkerId
 
 
 class PipelineTransport(Transport):
@@ -22,16 +23,30 @@ class PipelineTransport(Transport):
         members: The workers of the pipeline, as ranks of the job's transport, by their rank in the pipeline.
     """
 
-    def __init__(self, job: Transport, replica: int, members: Sequence[int]) -> None:
+    def __init__(self, job: Transport, replica: int, members: Sequence[WorkerId]) -> None:
         self.contract = job.contract
         self.members: Final = tuple(members)
-        self.rank = self.members.index(job.rank)
+        self.rank = self.members.index(WorkerId(job.rank))
         self.world_size = len(self.members)
         self.store = under(f"replica {replica}", job.store)
         self.rdma_devices = job.rdma_devices
         self._job = job
 
-    def worker_of(self, rank: int) -> int:
+    @property
+    def attempt(self) -> Attempt:
+        """See :meth:`Transport.attempt`."""
+        return self._job.attempt
+
+    def begin(self, attempt: Attempt) -> None:
+        """See :meth:`Transport.begin`."""
+        self._job.begin(attempt)
+
+    @property
+    def dropped(self) -> int:
+        """See :meth:`Transport.dropped`."""
+        return self._job.dropped
+
+    def worker_of(self, rank: int) -> WorkerId:
         """See :meth:`Transport.worker_of`."""
         return self.members[rank]
 
@@ -71,7 +86,7 @@ class PipelineTransport(Transport):
 
     def path_counts(self) -> tuple[PathCounts, ...]:
         """See :meth:`Transport.path_counts`. Edges to workers of other replicas are left out."""
-        rank_of = {member: rank for rank, member in enumerate(self.members)}
+        rank_of: dict[int, int] = {member: rank for rank, member in enumerate(self.members)}
         return tuple(
             one._replace(source=rank_of[one.source], destination=rank_of[one.destination])
             for one in self._job.path_counts()

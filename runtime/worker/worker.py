@@ -54,6 +54,7 @@ from adaptra.runtime.worker.step.rank_programs import RankPrograms
 from adaptra.runtime.worker.step.shapes import FIRST, StepShape
 from adaptra.runtime.worker.step.step_parts import Batch, StepParts
 from adaptra.runtime.worker.step.two_pass import PendingBackward, TwoPassStep
+from adaptra.runtime.world.world import ProcessId
 from adaptra.simulation.timeline import Timeline
 
 
@@ -147,7 +148,7 @@ class Worker:
             waiting_for=job.waiting_for,
             busy_after=options.timeout,
             address=own_address(job.store),
-            store_host=None if not rank_0_has(job.store) else 0 if replicas is None else replicas.worker_of(0),
+            store_host=None if not rank_0_has(job.store) else 0 if replicas is None else replicas.worker_of(ProcessId(0)),
         )
         self._watcher = watch(transport.rdma_devices, self._record_link_event)
         telemetry.started(agree_on_run(job.store), initial)

@@ -84,6 +84,8 @@ void test_frames() {
                     .generation = 8,
                     .sequence = 1ULL << 40,
                     .offset = 1ULL << 33,
+                    .attempt = (3ULL << 32) | 5,
+                    .first = 1ULL << 39,
                     .total = 1ULL << 34,
                     .length = kMaxChunkBytes,
                     .checksum = 0xdeadbeef};

@@ -31,10 +31,12 @@ class LoneHost : public adaptra::delegate::Host {
   }
   void open(const adaptra::delegate::Address&) override {}
   [[nodiscard]] bool may_post(adaptra::delegate::SendChannel&) override { return true; }
+  [[nodiscard]] std::uint64_t attempt() const override { return attempt_of_calls; }
   void wants_flush(adaptra::delegate::Channel& channel) override { to_flush = &channel; }
 
   NoPoller poller;
   adaptra::delegate::Channel* to_flush = nullptr;
+  std::uint64_t attempt_of_calls = 0;
 
  private:
   adaptra::delegate::Timing timing_;

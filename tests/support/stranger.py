@@ -68,5 +68,5 @@ def frame(
     checksum: int = 0,
 ) -> bytes:  # fmt: skip
     """A frame's header with its checksum."""
-    header = FRAME.pack(0xAD47, 1, kind, slot, generation, length, sequence, offset, total, checksum)
+    header = FRAME.pack(0xAD47, 2, kind, slot, generation, length, sequence, offset, total, checksum)
     return header + struct.pack("<I", _C.crc32c(header))

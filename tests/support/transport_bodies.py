@@ -359,7 +359,48 @@ def stands_by_for_whatever_comes_next(transport: Transport) -> None:
             transport.release(pending)
 
 
+def drops_what_is_late(transport: Transport) -> None:
+    """A message of an earlier attempt that would fit a receive of this one is dropped where it arrives, and counted."""
+    if transport.rank > 1:
+        return
+    other = (TensorSpec((7000,), torch.float32),)
+    late = [forward(0), forward(1, specs=other), forward(2, specs=LARGE), forward(3, specs=LARGE), forward(4)]
+    again = [forward(0), forward(2, specs=LARGE), forward(4), forward(3, specs=LARGE), bulk(0), bulk(1, specs=SMALL)]
+    first = transport.attempt
+    second = first._replace(number=first.number + 1)
+    if transport.rank == 0:
+        early = [transport.send(1, one, make(one)) for one in late]
+        transport.store.set("sent", "")
+        transport.store.wait(["waits"])
+        transport.begin(second)
+        for one in again:
+            transport.send(1, one, [-tensor for tensor in make(one)])
+        transport.reserve({(1, SMALL): 1})
+        assert same(transport.receive(1, backward(0)).wait(100), make(backward(0)))
+        assert all(pending.done for pending in early)
+    else:
+        transport.reserve({(0, SMALL): 3, (0, LARGE): 3})
+        dead = [transport.receive(0, bulk(0)), transport.receive(0, bulk(1, specs=SMALL))]
+        transport.store.wait(["sent"])
+        transport.begin(second)
+        for pending in dead:
+            with pytest.raises(TransportError, match="attempt 0 of epoch 0 has ended, attempt 1 of epoch 0 has begun"):
+                pending.wait(100)
+        receives = [transport.receive(0, one) for one in again]
+        ahead = transport.send(0, backward(0), make(backward(0)))  # rank 0 is still in the first attempt
+        transport.store.set("waits", "")
+        for one, pending in zip(again, receives, strict=True):
+            assert same(pending.wait(100), [-tensor for tensor in make(one)])
+            transport.release(pending)
+        assert transport.dropped == len(late)
+        ahead.wait(100)
+    assert transport.attempt == second
+    with pytest.raises(TransportError, match="expected a later one than attempt 1 of epoch 0"):
+        transport.begin(first)
+
+
 ALL = (
+    drops_what_is_late,
     stands_by_for_whatever_comes_next,
     carries_every_dtype,
     rounds_what_is_lossy,

@@ -21,6 +21,7 @@ from adaptra.frontend.arguments.shared_memory import refuse_to_part
 from adaptra.graph import CompiledStages
 from adaptra.program.placement import stages_of
 from adaptra.runtime.launch.launch import Launch
+from adaptra.runtime.world.world import Place
 
 _HELD: Final[Any] = WeakTensorKeyDictionary()
 """The pipelines that use each tensor of a model.
@@ -173,12 +174,9 @@ def _tensors(model: nn.Module, compiled: CompiledStages) -> Iterator[tuple[str, 
 
 def _in_job(holders: Iterable[int], launched: Launch) -> Iterator[int]:
     """Yield the job's ranks that correspond to these ranks of each of its pipelines."""
-    roles = launched.roles
+    world = launched.world
     for holder in holders:
-        if roles is None:
-            yield holder
-        else:
-            yield from roles.column(holder)
+        yield from world.hosts_of(world.column(Place(holder)))
 
 
 def _counted(ranks: frozenset[int]) -> str:

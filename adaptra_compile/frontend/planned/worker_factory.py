@@ -70,7 +70,7 @@ class WorkerFactory:
         """
         folder = _telemetry(self.options, launched).folder
         emulated = initial.case.cost if self.options.emulate is not None else None
-        replica = 0 if launched.replicas is None else launched.replicas.index
+        replica = launched.replica
         workers: list[Worker] = []
         with ExitStack() as opened:
             for transport, state in zip(launched.transports, states, strict=True):

@@ -12,6 +12,7 @@ from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.saved.fitting_model import FittingModel, fitting_model
 from adaptra.frontend.saved.model_names import ModelNames
 from adaptra.runtime.reconfigure.consent import Consent
+from adaptra.runtime.world.world import ProcessId
 
 Result = TypeVar("Result")
 
@@ -49,9 +50,9 @@ class HeldState:
             self._local.require_running()
             found = {name: tensor.detach().cpu().clone() for name, tensor in self.tensors.items()}
         else:
-            replicas, roles = self._local.launched.replicas, self._local.launched.roles
-            replica, rank = (0, 0) if roles is None else roles.of(0)
-            takes_part = replicas is None or replicas.index == replica
+            world = self._local.launched.world
+            replica, rank = world.seat(world.hosted(ProcessId(0))[0])
+            takes_part = self._local.launched.replica == replica
             (found,) = self._local.on_every_rank(
                 lambda worker: worker.values.full_state(rank, takes_part, from_first=replica > 0), "full_state_dict"
             )

@@ -84,7 +84,7 @@ class Reconfiguration:
             return leaving, Consent.to(len(optimizer.param_groups), leaving)
 
         leaving = self._agreed("roles", "take_roles", ready)
-        with self._restarting("roles", partial(job.join, after)) as (launched, opened):
+        with self._restarting("roles", after) as (launched, opened):
             self._local.end()
             state = worker.state
             if senders:
@@ -167,9 +167,8 @@ class Reconfiguration:
 
     def _cut_transfers(self, after: Sequence[TrainStage]) -> list[Transfer[str]]:
         """Return the transfers within this process's pipeline to the stages of another cut."""
-        replicas, roles, placement = self._local.launched.replicas, self._local.launched.roles, self._spec.placement
-        row = range(len(placement)) if roles is None else roles.pipeline(0 if replicas is None else replicas.index)
-        ranks = [row[rank] for rank in placement]
+        row = self._local.launched.row
+        ranks = [row[rank] for rank in self._spec.placement]
         names_before, names_after = ([one.state_names for one in stages] for stages in (self._local.compiled.train, after))
         return cut_transfers(names_before, names_after, ranks)
 
@@ -192,7 +191,7 @@ class Reconfiguration:
             return (held, leaving), Consent.to(len(optimizer.param_groups), leaving)
 
         held, leaving = self._agreed("split", "take_split", ready)
-        with self._restarting("split", self._local.launched.again) as (launched, opened):
+        with self._restarting("split") as (launched, opened):
             if job is not None:
                 agree(launched.transports[0], "pipeline", after.facts(), self._spec.options.timeout, self._local.check)
             self._local.end()
@@ -241,7 +240,7 @@ class Reconfiguration:
             return None, Consent()
 
         self._agreed("change", call, ready)
-        with self._restarting("change", self._local.launched.again) as (launched, opened):
+        with self._restarting("change") as (launched, opened):
             if self._local.launched.job is not None:
                 agree(launched.transports[0], "pipeline", after.facts(), self._spec.options.timeout, self._local.check)
             self._local.end()
@@ -271,10 +270,10 @@ class Reconfiguration:
             self._local.sharing.moved(states)
 
     @contextmanager
-    def _restarting(self, what: str, join: Callable[[], Launch]) -> Generator[tuple[Launch, ExitStack]]:
-        """Yield the connections of new workers, and a stack that closes them unless :meth:`_start` is reached."""
+    def _restarting(self, what: str, roles: Roles | None = None) -> Generator[tuple[Launch, ExitStack]]:
+        """Yield what joins new workers, in the next world, and a stack that closes it unless :meth:`_start` is reached."""
         with self._local.called(f"take_{what}"), self._local.changing(what), ExitStack() as opened:
-            launched = join()
+            launched = self._local.launched.enter(self._local.launched.world.followed_by(roles))
             for transport in launched.transports:
                 opened.callback(transport.close)
             yield launched, opened

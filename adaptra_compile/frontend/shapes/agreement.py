@@ -31,8 +31,7 @@ def agree_on_shape(new: NewShape, number: int, launched: Launch, worker: Worker,
     transport = launched.pipeline_of(launched.transports[0])
     if launched.job is None or transport.world_size == 1:
         return
-    replicas = launched.replicas
-    job_ranks = range(transport.world_size) if replicas is None else replicas.pipeline
+    job_ranks = launched.row
     name, own = f"agree/shape/{number}", transport.rank
     others = [rank for rank in range(transport.world_size) if rank != own]
     told: dict[int, int] = {job_ranks[rank]: rank for rank in others}

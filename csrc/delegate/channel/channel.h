@@ -40,6 +40,8 @@ class Host {
   virtual void open(const Address& address) = 0;
   // Whether a channel may post a chunk now; true means that it does. If not, its resume() is called until it may.
   [[nodiscard]] virtual bool may_post(class SendChannel& channel) = 0;
+  // The attempt of the messages that are sent and expected now.
+  [[nodiscard]] virtual std::uint64_t attempt() const = 0;
   // Have the channel's flush() called before the engine waits again.
   virtual void wants_flush(class Channel& channel) = 0;
 };
@@ -58,6 +60,9 @@ class Channel : public Sink {
   void tick(Clock::time_point now);
   void flush();
   void reap() { paths_.reap(); }
+
+  // Begin the host's next attempt. Messages of earlier ones are dropped from now on.
+  virtual void begin() = 0;
 
   // Tell the peer that this rank closes.
   void send_bye();

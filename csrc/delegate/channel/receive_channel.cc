@@ -24,12 +24,36 @@ void ReceiveChannel::reserve(std::uint64_t bytes, std::size_t count) {
 }
 
 void ReceiveChannel::post(std::shared_ptr<Request> request, std::uint64_t bytes) {
-  const std::uint64_t sequence = next_expected_++;
-  if (!failure_.empty() && !arrived_.contains(sequence)) return request->fail(failure_);
-  expected_[sequence] = {std::move(request), bytes};
+  const Key key{host_.attempt(), next_expected_++};
+  if (!failure_.empty() && !arrived_.contains(key)) return request->fail(failure_);
+  expected_[key] = {std::move(request), bytes};
   want(bytes);
-  hand_over(sequence);
+  hand_over(key);
   compare_with_head();
+}
+
+void ReceiveChannel::begin() {
+  next_expected_ = 0;
+  for (auto& [key, expected] : std::exchange(expected_, {})) expected.request->fail("another attempt has begun");
+  while (!arrived_.empty() && arrived_.begin()->first.first < host_.attempt()) {
+    const std::uint32_t slot = arrived_.begin()->second.slot;
+    arrived_.erase(arrived_.begin());
+    drop(slot);
+  }
+  if (head_ && head_->key.first < host_.attempt()) reserve(head_->total, 1);
+}
+
+// Frees the slot of a message of an earlier attempt, which has come.
+void ReceiveChannel::drop(std::uint32_t slot) {
+  Stats::add(stats_.dropped);
+  release(slot);
+}
+
+// Takes note of the attempt at which the source is, for messages that come without their header.
+void ReceiveChannel::hear(const Frame& frame) {
+  if (frame.attempt <= source_attempt_) return;
+  source_attempt_ = frame.attempt;
+  source_first_ = frame.first;
 }
 
 void ReceiveChannel::release(std::uint32_t slot) {
@@ -52,7 +76,8 @@ void ReceiveChannel::make_slots(std::uint64_t bytes) {
   for (; known.made < known.reserved; ++known.made) {
     const auto slot = static_cast<std::uint32_t>(slots_.size());
     slots_.push_back(
-        {.pages = host_.make_pages(bytes), .state = SlotState::kGranted, .generation = 0, .sequence = 0, .covered = {}});
+        {.pages = host_.make_pages(bytes), .state = SlotState::kGranted, .generation = 0, .sequence = 0, .attempt = 0,
+         .first = 0, .covered = {}});
     for (std::size_t path = 0; path < paths_.size(); ++path) {
       for (Connection* connection : paths_[path].up) {
         connection->expose(slot, slots_[slot].pages->memory());
@@ -99,6 +124,8 @@ std::span<std::byte> ReceiveChannel::place(const Frame& chunk, std::string& refu
   if (slot->state == SlotState::kGranted) {
     slot->state = SlotState::kFilling;
     slot->sequence = chunk.sequence;
+    slot->attempt = chunk.attempt;
+    slot->first = chunk.first;
     slot->covered.clear();
   }
   // Chunks may have been cut differently on another path: the overlap has to come again.
@@ -118,6 +145,7 @@ void ReceiveChannel::chunk(Connection& connection, const Frame& chunk) {
     Stats::add(stats_.corrupted);
     return fail_path(*path, "a chunk of message " + std::to_string(chunk.sequence) + " is corrupted: its checksum is wrong");
   }
+  hear(chunk);
   Slot& slot = slots_[chunk.slot];
   slot.covered.add(chunk.offset, chunk.offset + chunk.length);
   if (slot.covered.covers(0, chunk.total)) complete(chunk.slot, connection);
@@ -136,11 +164,15 @@ void ReceiveChannel::bare_message(Connection& connection, std::uint32_t bytes, s
                          .slot = index,
                          .generation = slot.generation,
                          .sequence = complete_below_,
+                         .attempt = source_attempt_,
+                         .first = source_first_,
                          .total = bytes,
                          .length = bytes,
                          .checksum = crc32c(slot.pages->memory().bytes)};
       if (header_checksum(encode(header)) != checksum) continue;
       slot.sequence = complete_below_;
+      slot.attempt = source_attempt_;
+      slot.first = source_first_;
       return complete(index, connection);
     }
   }
@@ -159,25 +191,29 @@ void ReceiveChannel::complete(std::uint32_t index, Connection& connection) {
   const std::uint64_t sequence = slot.sequence;
   complete_above_.insert(sequence);
   while (complete_above_.erase(complete_below_) > 0) ++complete_below_;
-  arrived_[sequence] = {index, Clock::now()};
   Stats::add(stats_.acknowledged);
   Stats::add(stats_.bytes, slot.pages->memory().bytes.size());
   send_control(connection, ack_of(sequence));
-  hand_over(sequence);
+  if (slot.attempt < host_.attempt()) return drop(index);
+  const Key key{slot.attempt, sequence - slot.first};
+  arrived_[key] = {index, Clock::now()};
+  hand_over(key);
 }
 
-void ReceiveChannel::hand_over(std::uint64_t sequence) {
-  const auto expected = expected_.find(sequence);
-  const auto arrived = arrived_.find(sequence);
+void ReceiveChannel::hand_over(const Key& key) {
+  const auto expected = expected_.find(key);
+  const auto arrived = arrived_.find(key);
   if (expected == expected_.end() || arrived == arrived_.end()) return;
-  expected->second.request->arrive(slots_[arrived->second.slot].pages, arrived->second.slot, arrived->second.at);
+  const auto [slot, at] = arrived->second;
+  const bool is_taken = expected->second.request->arrive(slots_[slot].pages, slot, at);
   expected_.erase(expected);
   arrived_.erase(arrived);
+  if (!is_taken) release(slot);
 }
 
 void ReceiveChannel::compare_with_head() {
   if (!head_) return;
-  const auto found = expected_.find(head_->sequence);
+  const auto found = expected_.find(head_->key);
   if (found == expected_.end() || found->second.bytes == head_->total) return;
   found->second.request->arrive_other(head_->bytes);
   expected_.erase(found);
@@ -188,7 +224,13 @@ std::string ReceiveChannel::handle(Connection& connection, const Frame& frame, s
   switch (frame.kind) {
     case FrameKind::kHead:
       if (is_complete(frame.sequence)) return {};
-      head_ = Head{frame.sequence, frame.total, std::string(reinterpret_cast<const char*>(payload.data()), payload.size())};
+      hear(frame);
+      head_ = Head{frame.sequence,
+                   {frame.attempt, frame.sequence - frame.first},
+                   frame.total,
+                   std::string(reinterpret_cast<const char*>(payload.data()), payload.size())};
+      // A message that is dropped needs a slot all the same.
+      if (frame.attempt < host_.attempt()) classes_.try_emplace(frame.total, Class{.reserved = 1});
       want(frame.total);
       compare_with_head();
       return {};
@@ -296,7 +338,7 @@ Frame ReceiveChannel::ack_of(std::uint64_t sequence) const {
 
 void ReceiveChannel::fail_pending(const std::string& reason) {
   path_.reset();
-  for (auto& [sequence, expected] : std::exchange(expected_, {})) expected.request->fail(reason);
+  for (auto& [key, expected] : std::exchange(expected_, {})) expected.request->fail(reason);
 }
 
 }  // namespace adaptra::delegate

@@ -8,6 +8,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "delegate/channel/channel.h"
@@ -26,8 +27,11 @@ class ReceiveChannel final : public Channel {
   // Provides at least `count` slots for messages of `bytes` bytes; slots are never taken back.
   void reserve(std::uint64_t bytes, std::size_t count);
 
-  // Expect the next message. Receives are matched with messages in order.
+  // Expect the next message of this attempt. Receives are matched with messages in order.
   void post(std::shared_ptr<Request> request, std::uint64_t bytes);
+
+  // Receives of the attempt before fail. Its messages that came are dropped.
+  void begin() override;
 
   // Frees this slot: its message is no longer needed.
   void release(std::uint32_t slot);
@@ -43,7 +47,9 @@ class ReceiveChannel final : public Channel {
     std::shared_ptr<const Pages> pages;
     SlotState state = SlotState::kGranted;
     std::uint32_t generation = 0;
-    std::uint64_t sequence = 0;  // while filling
+    std::uint64_t sequence = 0;  // while filling, as the next two
+    std::uint64_t attempt = 0;
+    std::uint64_t first = 0;
     Intervals covered;           // while filling: bytes whose checksum was right
   };
   struct Class {
@@ -52,6 +58,8 @@ class ReceiveChannel final : public Channel {
     bool is_wanted = false;
     std::deque<std::uint32_t> granted;  // slots, in the order in which the source is told and will use them
   };
+  // A message's attempt, and its number among those of the attempt.
+  using Key = std::pair<std::uint64_t, std::uint64_t>;
   struct Expected {
     std::shared_ptr<Request> request;
     std::uint64_t bytes = 0;
@@ -62,6 +70,7 @@ class ReceiveChannel final : public Channel {
   };
   struct Head {
     std::uint64_t sequence = 0;
+    Key key;
     std::uint64_t total = 0;
     std::string bytes;
   };
@@ -87,7 +96,9 @@ class ReceiveChannel final : public Channel {
   void grant(std::uint32_t slot);
   [[nodiscard]] bool is_complete(std::uint64_t sequence) const;
   void complete(std::uint32_t slot, Connection& connection);
-  void hand_over(std::uint64_t sequence);
+  void hand_over(const Key& key);
+  void drop(std::uint32_t slot);
+  void hear(const Frame& frame);
   void compare_with_head();
   void tell(const Frame& frame);
   void give_up_paths(std::uint64_t down);
@@ -97,9 +108,10 @@ class ReceiveChannel final : public Channel {
 
   std::vector<Slot> slots_;
   std::map<std::uint64_t, Class> classes_;      // by message size
-  std::map<std::uint64_t, Expected> expected_;  // by sequence number
-  std::map<std::uint64_t, Arrived> arrived_;    // complete, not yet expected
+  std::map<Key, Expected> expected_;
+  std::map<Key, Arrived> arrived_;  // complete, not yet expected
   std::uint64_t next_expected_ = 0;
+  std::uint64_t source_attempt_ = 0, source_first_ = 0;  // the source's latest attempt, and its first message
   std::uint64_t complete_below_ = 0;
   std::set<std::uint64_t> complete_above_;
   std::optional<Head> head_;

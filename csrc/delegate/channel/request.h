@@ -44,9 +44,9 @@ class Request {
     return outcome_;
   }
 
-  // The slot and the bytes of an arrived message; valid until it is released.
-  void arrive(std::shared_ptr<const Pages> slot, std::uint32_t index, Clock::time_point at) {
-    finish(Outcome::kDone, [&] {
+  // The slot and the bytes of an arrived message; valid until it is released. False if nobody waits for it any more.
+  [[nodiscard]] bool arrive(std::shared_ptr<const Pages> slot, std::uint32_t index, Clock::time_point at) {
+    return finish(Outcome::kDone, [&] {
       pages_ = std::move(slot);
       slot_ = index;
       moment_ = at;
@@ -76,14 +76,15 @@ class Request {
 
  private:
   template <typename Change>
-  void finish(Outcome outcome, Change change) {
+  bool finish(Outcome outcome, Change change) {
     {
       const std::lock_guard lock(mutex_);
-      if (outcome_ != Outcome::kPending) return;
+      if (outcome_ != Outcome::kPending) return false;
       change();
       outcome_ = outcome;
     }
     changed_.notify_all();
+    return true;
   }
 
   mutable std::mutex mutex_;

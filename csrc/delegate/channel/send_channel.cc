@@ -31,6 +31,8 @@ void SendChannel::submit(std::shared_ptr<Request> request, std::shared_ptr<const
   if (!failure_.empty()) return request->fail(failure_);
   Stats::add(stats_.posted);
   queue_.push_back({.sequence = sequence_++,
+                    .attempt = host_.attempt(),
+                    .first = first_,
                     .request = std::move(request),
                     .message = std::move(message),
                     .total = bytes,
@@ -47,6 +49,9 @@ void SendChannel::submit(std::shared_ptr<Request> request, std::shared_ptr<const
   pump();
   probe_peer(Clock::now());
 }
+
+// Messages of earlier attempts still go, since the destination counts on every number.
+void SendChannel::begin() { first_ = sequence_; }
 
 std::span<std::byte> SendChannel::place(const Frame&, std::string& refusal) {
   refusal = "got a chunk from the rank that should receive them";
@@ -276,7 +281,12 @@ void SendChannel::announce(const Outgoing& message) {
   announced_ = message.sequence;
   const auto head = message.message->memory().bytes.first(std::min<std::size_t>(message.total, kHeadBytes));
   send_control(*paths_[*path_].up.front(),
-               Frame{.kind = FrameKind::kHead, .sequence = message.sequence, .total = message.total}, head);
+               Frame{.kind = FrameKind::kHead,
+                     .sequence = message.sequence,
+                     .attempt = message.attempt,
+                     .first = message.first,
+                     .total = message.total},
+               head);
 }
 
 Connection* SendChannel::pick(std::uint32_t slot) {
@@ -312,6 +322,8 @@ void SendChannel::post(Outgoing& message, Connection& connection) {
                     .generation = message.grant->generation,
                     .sequence = message.sequence,
                     .offset = message.cursor,
+                    .attempt = message.attempt,
+                    .first = message.first,
                     .total = message.total,
                     .length = static_cast<std::uint32_t>(length),
                     .checksum = crc32c(memory.bytes.subspan(message.cursor, length))};
@@ -322,11 +334,12 @@ void SendChannel::post(Outgoing& message, Connection& connection) {
   wants_flush();
 }
 
-// Whether a message is one chunk, and will be the next to complete at the destination. All messages before it that are not
-// acknowledged must have gone the same way, whose order is kept.
+// Whether a message is one chunk, and will be the next to complete at the destination, which knows its attempt. All messages
+// before it that are not acknowledged must have gone the same way, whose order is kept.
 bool SendChannel::is_next_to_complete(const Outgoing& message, std::uint64_t length) const {
   const std::uint64_t here = std::uint64_t{1} << *path_;
-  return length == message.total && paths_[*path_].up.size() == 1 &&
+  const bool is_known = message.attempt == 0 || message.sequence > message.first;
+  return length == message.total && is_known && paths_[*path_].up.size() == 1 &&
          std::all_of(queue_.begin(), queue_.begin() + static_cast<std::ptrdiff_t>(next_),
                      [here](const Outgoing& earlier) { return earlier.paths == here; });
 }

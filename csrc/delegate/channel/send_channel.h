@@ -28,6 +28,8 @@ class SendChannel final : public Channel {
   void submit(std::shared_ptr<Request> request, std::shared_ptr<const Pages> message, std::size_t bytes,
               Clock::time_point posted_at);
 
+  void begin() override;
+
   // Ends a probe that probe_peer() began: the destination lives.
   void probe_answered(const Address& address);
 
@@ -51,6 +53,8 @@ class SendChannel final : public Channel {
   };
   struct Outgoing {
     std::uint64_t sequence = 0;
+    std::uint64_t attempt = 0;
+    std::uint64_t first = 0;  // of the attempt's messages
     std::shared_ptr<Request> request;
     std::shared_ptr<const Pages> message;
     std::uint64_t total = 0;
@@ -95,6 +99,7 @@ class SendChannel final : public Channel {
   std::deque<Outgoing> queue_;  // by sequence number; acknowledged ones are gone
   std::size_t next_ = 0;        // index of the first that is not posted in full
   std::uint64_t sequence_ = 0;
+  std::uint64_t first_ = 0;  // number of the first message of this attempt
   std::optional<std::size_t> path_, last_path_;
   std::size_t next_connection_ = 0;  // which of the path's connections is next
   std::uint32_t last_slot_ = 0;      // of the chunk posted last

@@ -19,6 +19,7 @@ struct Stats {
   std::atomic<std::uint64_t> most_in_flight{0};  // the widest that window has been
   std::atomic<std::uint64_t> retries{0};         // messages sent again after a path failed
   std::atomic<std::uint64_t> duplicates{0};      // chunks that arrived more than once and were dropped
+  std::atomic<std::uint64_t> dropped{0};         // messages of earlier attempts
   std::atomic<std::uint64_t> corrupted{0};       // chunks whose checksum was wrong
   std::atomic<std::uint64_t> path_failures{0};   // paths that were up and failed
   std::atomic<std::uint64_t> path_changes{0};    // times the traffic moved to another path

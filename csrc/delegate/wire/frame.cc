@@ -7,7 +7,7 @@ namespace adaptra::delegate {
 namespace {
 
 constexpr std::uint64_t kMagic = 0xad47;
-constexpr std::uint64_t kVersion = 1;
+constexpr std::uint64_t kVersion = 2;
 constexpr std::size_t kChecked = kFrameBytes - 4;  // the header's own checksum is its end
 
 // The most bytes that a frame of this kind may carry behind its header.
@@ -42,6 +42,8 @@ FrameBytes encode(const Frame& frame) {
   put(bytes, 24, 8, frame.offset);
   put(bytes, 32, 8, frame.total);
   put(bytes, 40, 4, frame.checksum);
+  put(bytes, 44, 8, frame.attempt);
+  put(bytes, 52, 8, frame.first);
   put(bytes, kChecked, 4, crc32c(std::span(bytes).first(kChecked)));
   return bytes;
 }
@@ -50,7 +52,7 @@ std::uint32_t header_checksum(const FrameBytes& header) { return get32(header, k
 
 bool decode(std::span<const std::byte, kFrameBytes> bytes, Frame& frame, std::string& reason) {
   if (get(bytes, 0, 2) != kMagic || get(bytes, 2, 1) != kVersion) {
-    reason = "got bytes that are no frame of version 1";
+    reason = "got bytes that are no frame of version 2";
     return false;
   }
   if (get32(bytes, kChecked) != crc32c(bytes.first(kChecked))) {
@@ -70,9 +72,16 @@ bool decode(std::span<const std::byte, kFrameBytes> bytes, Frame& frame, std::st
   frame.offset = get(bytes, 24, 8);
   frame.total = get(bytes, 32, 8);
   frame.checksum = get32(bytes, 40);
+  frame.attempt = get(bytes, 44, 8);
+  frame.first = get(bytes, 52, 8);
   if (frame.length > most_payload(frame.kind)) {
     reason = "a frame of kind " + std::to_string(kind) + " announces " + std::to_string(frame.length) +
              " bytes: expected at most " + std::to_string(most_payload(frame.kind));
+    return false;
+  }
+  if (frame.first > frame.sequence && (frame.kind == FrameKind::kChunk || frame.kind == FrameKind::kHead)) {
+    reason = "message " + std::to_string(frame.sequence) + " comes before the first of its attempt, " +
+             std::to_string(frame.first);
     return false;
   }
   if (frame.kind == FrameKind::kChunk && frame.length == 0) {

@@ -40,6 +40,8 @@ struct Frame {
                                  // apart; kResync, its answers
   std::uint64_t sequence = 0;    // kChunk, kHead, kAck, kHave: the message's number on its channel, from 0
   std::uint64_t offset = 0;      // kChunk: of the payload within the message
+  std::uint64_t attempt = 0;     // kChunk, kHead: in which the message was sent, from 0; messages of earlier ones are dropped
+  std::uint64_t first = 0;       // kChunk, kHead: the number of the first message of that attempt
   std::uint64_t total = 0;       // kChunk, kHead: the message's bytes; kGrant, kExpose: the slot's
   std::uint32_t length = 0;      // bytes of payload behind the header
   std::uint32_t checksum = 0;    // CRC32C of the payload

@@ -40,9 +40,10 @@ from adaptra.runtime.transports.base import (
 )
 from adaptra.runtime.transports.c10d.communicators import Communicators
 from adaptra.runtime.transports.c10d.preposted import FIRST_TAG, PrepostedReceives
-from adaptra.runtime.transports.message_format import MessageBuffer
+from adaptra.runtime.transports.message_format import HEADER_BYTES, MessageBuffer, arrival
 from adaptra.runtime.transports.pending import Completion, PendingOperations, peer_lost
 from adaptra.runtime.transports.pool import Pool
+from adaptra.runtime.world.world import Attempt
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +69,8 @@ class _ServedChannel(NamedTuple):
 
 class _Posted(NamedTuple):
     pending: Completion
-    buffer: MessageBuffer
-    works: tuple[Work, ...]
-    landing: Tensor | None = None
+    buffer: MessageBuffer | None
+    works: tuple[Work, ...] = ()
     asked_at: float = -math.inf
 
 
@@ -112,6 +112,8 @@ class C10dTransport(Transport):
         self._lock = threading.Lock()
         self._channels: dict[_ChannelEnd, _ServedChannel] = {}
         self._is_closed = self._waits_ended = False
+        self._has_left = False
+        """Whether messages of an earlier attempt may still be under way."""
         self.store = self._communicators.control_plane()
         self.clock_offsets = self._communicators.compare_clocks(self.store)
 
@@ -127,7 +129,7 @@ class C10dTransport(Transport):
             buffer = free.pop()
         except IndexError:
             buffer = self._allocate(identity.specs)
-        buffer.pack(identity, tensors, posted_at)
+        buffer.pack(identity, pending.attempt, tensors, posted_at)
         channel = _ChannelEnd(destination_rank, identity.channel, False)
         group, peer = self._communicators.between(channel.peer, channel.channel, receives=False)
 
@@ -147,16 +149,21 @@ class C10dTransport(Transport):
         asked_at = -math.inf if self.contract.in_order else now()
 
         def post() -> _Posted:
-            receives = self._standing_on(channel).receive(identity)
-            self._held[pending] = (channel, receives.buffer)
-            return _Posted(pending, *receives, asked_at)
+            buffer = self._standing_on(channel).ask(identity)
+            if buffer is not None:
+                self._held[pending] = (channel, buffer)
+            return _Posted(pending, buffer, asked_at=asked_at)
 
         self._start(channel, pending, post)
         return pending
 
     def release(self, pending: Pending) -> None:
         """See :meth:`Transport.release`."""
-        channel, buffer = self._held.pop(pending)
+        held = self._held.pop(pending, None)
+        if held is None:
+            assert isinstance(pending, Completion) and pending.attempt < self._guard.attempt, "it is released once"
+            return
+        channel, buffer = held
         self._pool.give(channel.peer, pending.identity, buffer)
         if channel in self._standing:
             self._stand(channel, PrepostedReceives.top_up)
@@ -169,6 +176,29 @@ class C10dTransport(Transport):
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
         """See :meth:`Transport.reserve`."""
         self._pool.reserve(counts)
+
+    @property
+    def attempt(self) -> Attempt:
+        """See :meth:`Transport.attempt`."""
+        return self._guard.attempt
+
+    def begin(self, attempt: Attempt) -> None:
+        """See :meth:`Transport.begin`."""
+        with self._lock:
+            if self.contract.in_order and self._channels:
+                raise TransportError(f"{attempt}: expected a new transport, since NCCL can't drop a message of another size")
+            self._guard.begin(attempt)
+            self._has_left = self._has_left or bool(self._channels)
+            for standing in self._standing.values():
+                standing.begin()
+            held, self._held = self._held, {}
+        for pending, (channel, buffer) in held.items():
+            self._pool.give(channel.peer, pending.identity, buffer)
+
+    @property
+    def dropped(self) -> int:
+        """See :meth:`Transport.dropped`."""
+        return self._guard.dropped
 
     def clock_of(self, rank: int) -> float:
         """See :meth:`Transport.clock_of`."""
@@ -192,7 +222,7 @@ class C10dTransport(Transport):
         with contextlib.suppress(Exception):
             for pending in self._guard.sends():
                 pending.wait(max(0.0, deadline - now()))
-        unfinished = self._guard.has_pending()
+        unfinished = self._guard.has_pending() or self._has_left
         is_whole = self._guard.end(TransportError(f"the transport of rank {self.rank} is closed"))
         if unfinished or not is_whole:
             self._end_waits()
@@ -212,6 +242,8 @@ class C10dTransport(Transport):
         try:
             # One message at a time, so that no other thread's message comes between its parts.
             with self._lock:
+                if pending.attempt < self._guard.attempt:
+                    return  # another thread has begun a later attempt, which fails this operation
                 if channel not in self._channels:
                     self._open(channel)
                 self._channels[channel].posted.put(post())
@@ -228,7 +260,7 @@ class C10dTransport(Transport):
         if channel not in self._standing:
             group, peer = self._communicators.between(channel.peer, channel.channel, receives=True)
             self._standing[channel] = PrepostedReceives(
-                lambda memory, tag: group.recv([memory], peer, tag), self._pool, channel.peer
+                lambda memory, tag: group.recv([memory], peer, tag), self._pool, channel.peer, self._communicators.device
             )
         return self._standing[channel]
 
@@ -244,13 +276,10 @@ class C10dTransport(Transport):
         """Wait for the messages of one channel, one after the other."""
         while (posted := queued.get()) is not None:
             try:
-                first, *rest = posted.works
-                self._communicators.wait(first)
-                if posted.landing is not None:
-                    with self._lock:
-                        self._standing[channel].land(posted.landing, posted.buffer)
-                sent_at = posted.buffer.check(posted.pending.identity) if channel.is_receive else 0.0
-                for work in rest:
+                if channel.is_receive:
+                    self._await_message(channel, posted)
+                    continue
+                for work in posted.works:
                     self._communicators.wait(work)
             except TransportError as error:
                 # Later messages would not match their receives either.
@@ -259,15 +288,48 @@ class C10dTransport(Transport):
             except RuntimeError as error:
                 self._end(posted.pending, peer_lost(channel.peer, posted.pending.identity, str(error)))
                 continue
-            if channel.is_receive:
-                arrived_at = now()
-                sent_at -= self.clock_offsets[channel.peer].ahead
-                tensors = posted.buffer.tensors(self._device)
-                posted.pending.complete(tensors, sent_at, arrived_at, asked_at=posted.asked_at)
-            else:
-                posted.pending.complete()
-                self._sent[layout_of(posted.pending.identity.specs)].append(posted.buffer)
+            posted.pending.complete()
+            assert posted.buffer is not None, "a sent message lies in one"
+            self._sent[layout_of(posted.pending.identity.specs)].append(posted.buffer)
             self._guard.settle(posted.pending)
+
+    def _await_message(self, channel: _ChannelEnd, posted: _Posted) -> None:
+        """Deliver the next message of the receive's attempt to it, and drop those of earlier ones. Waits for them."""
+        pending = posted.pending
+        while pending.attempt == self._guard.attempt:
+            with self._lock:
+                standing = self._standing[channel]
+                work, landing = standing.oldest()
+            if work is not None:
+                self._communicators.wait(work)
+                with self._lock:
+                    standing.arrived()
+            found = arrival(landing[:HEADER_BYTES].cpu().numpy().tobytes())
+            if found is not None and found.attempt > pending.attempt:
+                with contextlib.suppress(Exception):
+                    pending.wait()  # fails once this rank begins that attempt too, whose first receive gets the message
+                return
+            with self._lock:
+                if pending.attempt < self._guard.attempt:
+                    return
+                if found is None or found.attempt == pending.attempt:
+                    buffer, second = standing.take(pending.identity, posted.buffer)
+                    self._held[pending] = (channel, buffer)
+                    break
+                dropped = standing.drop(found)
+            self._guard.drop()
+            if dropped is not None:
+                self._communicators.wait(dropped.work)
+                with self._lock:
+                    dropped.end()
+        else:
+            return
+        sent_at = buffer.check(pending.identity) - self.clock_offsets[channel.peer].ahead
+        if second is not None:
+            self._communicators.wait(second)
+        arrived_at = now()
+        pending.complete(buffer.tensors(self._device), sent_at, arrived_at, asked_at=posted.asked_at)
+        self._guard.settle(pending)
 
     def _end_waits(self) -> None:
         with self._lock:

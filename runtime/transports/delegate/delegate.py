@@ -36,6 +36,7 @@ from adaptra.runtime.transports.delegate.rejected import RejectedConnections
 from adaptra.runtime.transports.message_format import HEADER_BYTES, Header, flat_bytes
 from adaptra.runtime.transports.pending import PendingOperations, peer_lost
 from adaptra.runtime.transports.pool import Pool
+from adaptra.runtime.world.world import Attempt
 
 # Slots are granted when the program reserves them, so a message travels whether its receive is posted or not.
 # A sent tensor is copied before send() returns.
@@ -68,6 +69,7 @@ class DelegateTransport(Transport):
         self._pool: Pool[None] = Pool(lambda _: None)
         self._lock = threading.Lock()
         self._sent: deque[EnginePending] = deque()
+        self._held: set[EnginePending] = set()
         self._messages = EngineMessages(self._engine, self._make_message)
         self._refusals = RejectedConnections(self._engine, self.rank)
         self._is_closed = False
@@ -82,7 +84,7 @@ class DelegateTransport(Transport):
         self._sweep()
         pending = self._guard.post(destination_rank, identity, is_receive=False, make=EnginePending)
         pending.message = message = self._messages.free(identity.specs)
-        message.rule.pack_into(message.header, identity, posted_at)
+        message.rule.pack_into(message.header, identity, pending.attempt, posted_at)
         self._fill(message, tensors, lambda: self._start(pending, destination_rank, message, posted_at))
         return pending
 
@@ -90,9 +92,13 @@ class DelegateTransport(Transport):
         """See :meth:`Transport.receive`."""
         self._refusals.look(now())
         pending = self._guard.post(source_rank, identity, is_receive=True, make=self._arriving)
-        self._pool.take(source_rank, identity)
-        pending.source_rank = source_rank
-        request = self._engine.receive(source_rank, identity.channel, HEADER_BYTES + flat_bytes(identity.specs))
+        with self._lock:
+            if pending.attempt < self._guard.attempt:
+                return pending  # another thread has begun a later attempt, which fails this receive
+            self._pool.take(source_rank, identity)
+            pending.source_rank = source_rank
+            self._held.add(pending)
+            request = self._engine.receive(source_rank, identity.channel, HEADER_BYTES + flat_bytes(identity.specs))
         pending.begin(self.settle, request)
         self._expect(pending, source_rank)
         return pending
@@ -100,6 +106,12 @@ class DelegateTransport(Transport):
     def release(self, pending: Pending) -> None:
         """See :meth:`Transport.release`."""
         assert isinstance(pending, EnginePending), "every pending of this transport is one"
+        if pending.attempt < self._guard.attempt:
+            return
+        self._release(pending)
+
+    def _release(self, pending: EnginePending) -> None:
+        self._held.remove(pending)
         source_rank, pending.source_rank = pending.source_rank, None
         assert source_rank is not None, "only a received message is released, and once"
         self._pool.give(source_rank, pending.identity, None)
@@ -114,6 +126,25 @@ class DelegateTransport(Transport):
             sizes[key] = sizes.get(key, 0) + count
         for (rank, size), count in sizes.items():
             self._engine.reserve(rank, size, count)
+
+    @property
+    def attempt(self) -> Attempt:
+        """See :meth:`Transport.attempt`."""
+        return self._guard.attempt
+
+    def begin(self, attempt: Attempt) -> None:
+        """See :meth:`Transport.begin`."""
+        with self._lock:
+            self._guard.begin(attempt)
+            self._engine.begin(attempt.epoch << 32 | attempt.number)
+            held = list(self._held)
+        for pending in held:
+            self._release(pending)
+
+    @property
+    def dropped(self) -> int:
+        """See :meth:`Transport.dropped`."""
+        return sum(counters["dropped"] for *_, counters in self.statistics())
 
     def clock_of(self, rank: int) -> float:
         """See :meth:`Transport.clock_of`."""
@@ -170,6 +201,8 @@ class DelegateTransport(Transport):
         """Complete the pending of a message that the engine is done with, or fail it and all others."""
         request = pending.request
         assert request is not None and request.done, "the engine is done with it"
+        if pending.attempt < self._guard.attempt:
+            return
         try:
             tensors, sent_at = self._taken(pending, request)
         except TransportError as error:
@@ -226,6 +259,8 @@ class DelegateTransport(Transport):
     def _start(self, pending: EnginePending, destination_rank: int, message: EngineMessage, posted_at: float) -> None:
         # Messages of one channel are matched by their order, so the queue's order has to be the engine's.
         with self._lock:
+            if pending.attempt < self._guard.attempt:
+                return  # another thread has begun a later attempt, which fails this send
             memory = message.memory
             request = self._engine.send(destination_rank, pending.identity.channel, memory, len(memory), posted_at)
             self._sent.append(pending)

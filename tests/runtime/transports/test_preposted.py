@@ -34,10 +34,8 @@ def test_a_shape_that_comes_back_uses_the_receives_that_it_left() -> None:
         pool.reserve({(1, specs): MESSAGES})
         messages = [Identity(step, Purpose.ACTIVATION, 0, 1, microbatch, specs) for microbatch in range(MESSAGES)]
         for one in messages:
-            found = receives.receive(one)
-            if found.landing is not None:
-                receives.land(found.landing, found.buffer)
-            pool.give(1, one, found.buffer)
+            buffer, _ = receives.take(one, receives.ask(one))
+            pool.give(1, one, buffer)
         receives.stand(messages[-1], AHEAD)
     for tag in tags:
         assert posted[tag] == rounds * MESSAGES + AHEAD, "no receive was posted that no message came for, but the last ones"

@@ -18,8 +18,9 @@ from adaptra.runtime.injection.faulty_transport import FaultyTransport
 from adaptra.runtime.transports.base import Identity, Purpose, Transport
 from adaptra.runtime.transports.clock_offset import Offset, share
 from adaptra.runtime.transports.local import LocalHub
-from adaptra.runtime.transports.message_format import HEADER_BYTES, INLINE_BYTES, MessageBuffer
+from adaptra.runtime.transports.message_format import HEADER_BYTES, INLINE_BYTES, MessageBuffer, arrival, flat_bytes
 from adaptra.runtime.transports.registry import create_transport, transport_names
+from adaptra.runtime.world.world import Attempt
 
 
 @pytest.mark.parametrize("wrap", [lambda transport: transport, lambda transport: FaultyTransport(transport, ())])
@@ -98,7 +99,7 @@ class TestWire:
     def buffer(self, identity: Identity | None = None) -> MessageBuffer:
         identity = identity or forward(1)
         buffer = MessageBuffer(identity.specs, torch.device("cpu"))
-        buffer.pack(identity, make(identity), 12.5)
+        buffer.pack(identity, Attempt(3, 5), make(identity), 12.5)
         return buffer
 
     def test_a_packed_message_reads_back(self) -> None:
@@ -107,6 +108,11 @@ class TestWire:
         assert buffer.check(identity) == 12.5
         assert bodies.same(buffer.tensors(torch.device("cpu")), make(identity))
         assert all(view.data_ptr() % 64 == 0 for view in buffer.tensors(torch.device("cpu")) if view.numel())
+
+    def test_a_header_says_of_which_attempt_it_is_and_what_follows(self) -> None:
+        buffer = self.buffer(forward(1, specs=LARGE))
+        assert arrival(bytes(buffer.first.numpy())) == (Attempt(3, 5), flat_bytes(LARGE), buffer.tag)
+        assert arrival(bytes(HEADER_BYTES)) is None
 
     def test_codes_of_purposes_stay(self) -> None:
         """Another code for a purpose is another version of the header."""
@@ -145,7 +151,7 @@ class TestWire:
     def test_bytes_that_are_no_message_are_refused(self, position: int) -> None:
         buffer = self.buffer()
         buffer.first[position] = 255
-        with pytest.raises(TransportError, match="no message of version 4"):
+        with pytest.raises(TransportError, match="no message of version 5"):
             buffer.check(forward(1))
 
 
