@@ -85,7 +85,7 @@ class Purpose(Enum):
     INPUT = "inputs"
     """The inputs of a microbatch that another replica's worker computes."""
     TARGET = "targets"
-    """The targets of such a microbatch."""
+    """The targets of such a microbatch, and whether its home asks for the model's outputs."""
     RESULT = "results"
     """The results of such a microbatch, for its home replica."""
     ACCUMULATOR = "weight gradients so far"
@@ -102,18 +102,22 @@ class Purpose(Enum):
     """One of two messages of an activation's size over an edge that no microbatch takes, whose arrivals are measured."""
     MODEL_OUTPUTS = "model outputs"
     """A part of the outputs beside the loss, when their step has ended."""
-    OUTPUTS_ASKED = "wish for outputs"
-    """Whether the home of microbatches asks for the model's outputs, for the worker that computes them."""
 
 
-PURPOSE_OF: Final = {Kind.SEND_F: Purpose.ACTIVATION, Kind.SEND_B: Purpose.GRADIENT, Kind.SEND_W: Purpose.ACCUMULATOR}
+PURPOSE_OF: Final = {
+    Kind.SEND_F: Purpose.ACTIVATION,
+    Kind.SEND_B: Purpose.GRADIENT,
+    Kind.SEND_W: Purpose.ACCUMULATOR,
+    Kind.SEND_INPUT: Purpose.INPUT,
+    Kind.SEND_TARGET: Purpose.TARGET,
+}
 """The purpose of the message that an op sends."""
 
 _SENT_BY: Final = {purpose: kind for kind, purpose in PURPOSE_OF.items()}
 _OF_EACH_MICROBATCH: Final = frozenset(
     (
         *(Purpose.OUTPUT, Purpose.INPUT_GRADIENT, Purpose.SHARED_GRADIENT),
-        *(Purpose.INPUT, Purpose.TARGET, Purpose.RESULT, Purpose.BUFFERS, Purpose.RANK_GRADIENTS),
+        *(Purpose.RESULT, Purpose.BUFFERS, Purpose.RANK_GRADIENTS),
     )
 )
 
@@ -166,15 +170,7 @@ class Identity:
                 return ChannelClass.BACKWARD if self.source < self.destination else ChannelClass.FORWARD
             case Purpose.RANK_GRADIENTS | Purpose.RANK_SUMS:  # between ranks with several stages, activations go both ways
                 return ChannelClass.BULK
-            case (
-                Purpose.INPUT
-                | Purpose.TARGET
-                | Purpose.OUTPUTS_ASKED
-                | Purpose.RESULT
-                | Purpose.ACCUMULATOR
-                | Purpose.TERM
-                | Purpose.RATE_PROBE
-            ):
+            case Purpose.INPUT | Purpose.TARGET | Purpose.RESULT | Purpose.ACCUMULATOR | Purpose.TERM | Purpose.RATE_PROBE:
                 return ChannelClass.BULK
 
     @property

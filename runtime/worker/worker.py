@@ -54,8 +54,8 @@ from adaptra.runtime.state.shared_values import SharedValues
 from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.telemetry.start import agree_on_run
 from adaptra.runtime.transports.base import Transport
-from adaptra.runtime.worker.stages.foreign_microbatches import BatchShapes
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
+from adaptra.runtime.worker.step.program_messages import BatchShapes
 from adaptra.runtime.worker.step.rank_programs import RankPrograms
 from adaptra.runtime.worker.step.shapes import FIRST, StepShape
 from adaptra.runtime.worker.step.step_parts import Batch, StepParts

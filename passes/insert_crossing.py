@@ -1,0 +1,104 @@
+"""The pass ``insert-crossing``: adds what crosses replicas where a worker of one computes microbatches of another.
+
+The home of a replica has its batch and gets its results. So inputs and targets of such a microbatch travel from home to the
+worker that computes it on the first and the last stage.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+from adaptra.errors import PassError
+from adaptra.passes.base import Pass
+from adaptra.program import Op, Program
+from adaptra.program.dependencies import SENT_BY, Way, channel_of, crossings, needs, other_end
+from adaptra.simulation.cost import CostModel
+
+
+@dataclass(frozen=True)
+class InsertCrossing(Pass):
+    """Add SEND and RECV of what crosses replicas. Compute ops and SEND ops keep their order.
+
+    Inputs and targets are received and sent at the start of the step, the inputs first.
+
+    Guarantees: messages of a channel are received in the order in which they are sent. Where a message overtakes those that
+    were there before, their RECV moves to an earlier position. A program in which every worker computes for its own replica
+    stays as it is.
+
+    Refuses: a program that has such messages already, or lacks its other messages.
+    """
+
+    name: ClassVar[str] = "insert-crossing"
+
+    @property
+    def uses_cost(self) -> bool:
+        """False: no time decides anything."""
+        return False
+
+    def apply(self, program: Program, cost: CostModel) -> Program:
+        """Return the program with its crossing messages. ``cost`` is not used."""
+        if any(op.kind.is_crossing for order in program.orders for op in order):
+            raise PassError(f"{self}: {program.name} has messages of foreign microbatches already: expected none")
+        sends = list(crossings(program))
+        if sends and not program.is_lowered and _implies_messages(program):
+            raise PassError(f"{self}: {program.name} lacks the messages between its ranks: run insert-comm first")
+        return _with_messages(program, sends) if sends else program
+
+
+class _Placed(NamedTuple):
+    """A message of a channel: where its source sends it, and the last position for its RECV."""
+
+    sent: tuple[int, int]
+    latest: int
+    receive: Op
+
+
+def _implies_messages(program: Program) -> bool:
+    return any(
+        program.holder(need.replica, need.stage, need.microbatch) != rank
+        for rank, order in enumerate(program.orders)
+        for op in order
+        for need in needs(op, program, lowered=False)
+    )
+
+
+def _with_messages(program: Program, sends: Sequence[Op]) -> Program:
+    channels = _channels(program, sends)
+    sent_behind: defaultdict[tuple[int, int], list[Op]] = defaultdict(list)
+    for send in sends:
+        sent_behind[program.rank_of(send), -1].append(send)
+    received_before: defaultdict[tuple[int, int], list[Op]] = defaultdict(list)
+    moved: set[Op] = set()
+    for (_, rank, _), messages in sorted(channels.items(), key=lambda item: (*item[0][:2], item[0][2].value)):
+        positions: list[int] = []
+        for message in reversed(messages):
+            positions.append(min(message.latest, positions[-1]) if positions else message.latest)
+        for position, message in zip(reversed(positions), messages, strict=True):
+            received_before[rank, position].append(message.receive)
+            moved.add(message.receive)
+    orders: list[tuple[Op, ...]] = []
+    for rank, order in enumerate(program.orders):
+        made: list[Op] = []
+        for number in range(-1, len(order)):
+            made += received_before[rank, number]
+            if number >= 0 and order[number] not in moved:
+                made.append(order[number])
+            made += sent_behind[rank, number]
+        orders.append(tuple(made))
+    return replace(program, orders=tuple(orders))
+
+
+def _channels(program: Program, sends: Sequence[Op]) -> Mapping[tuple[int, int, Way], list[_Placed]]:
+    """Return the messages of each channel that gets new ones, in the order in which they are sent."""
+    places = {op: (rank, number) for rank, order in enumerate(program.orders) for number, op in enumerate(order)}
+    channels: defaultdict[tuple[int, int, Way], list[_Placed]] = defaultdict(list)
+    for number, send in enumerate(sends):
+        channels[channel_of(send, program)].append(_Placed((-1, number), -1, other_end(send)))
+    for op, (rank, number) in places.items():
+        if op.kind in SENT_BY and (channel := channel_of(other_end(op), program)) in channels:
+            _, sent = places[other_end(op)]
+            channels[channel].append(_Placed((sent, -1), number, program.orders[rank][number]))
+    return {channel: sorted(messages, key=lambda one: one.sent) for channel, messages in channels.items()}
