@@ -81,6 +81,8 @@ RULE: Final[dict[Kind, tuple[Row, ...]]] = {
     Kind.RECV_INPUT: (Row(0, (Kind.SEND_INPUT,)),),
     Kind.SEND_TARGET: (),
     Kind.RECV_TARGET: (Row(0, (Kind.SEND_TARGET,)),),
+    Kind.SEND_RESULT: (Row(0, (Kind.F,)),),
+    Kind.RECV_RESULT: (Row(0, (Kind.SEND_RESULT,)),),
     Kind.REDUCE: (),
     Kind.STEP: (),
 }
@@ -94,6 +96,7 @@ SENT_BY: Final = {
     Kind.RECV_W: Kind.SEND_W,
     Kind.RECV_INPUT: Kind.SEND_INPUT,
     Kind.RECV_TARGET: Kind.SEND_TARGET,
+    Kind.RECV_RESULT: Kind.SEND_RESULT,
 }
 """The SEND at the other end of a RECV."""
 
@@ -136,7 +139,8 @@ def channel_of(send: Op, program: Program) -> tuple[int, int, Way]:
 
 def crossings(program: Program) -> Iterator[Op]:
     """Yield the SEND of each message between the home of a replica's stage and a worker of another one that computes for it."""
-    for stage, kind in ((0, Kind.SEND_INPUT), (program.stages - 1, Kind.SEND_TARGET)):
+    last = program.stages - 1
+    for stage, kind in ((0, Kind.SEND_INPUT), (last, Kind.SEND_TARGET), (last, Kind.SEND_RESULT)):
         for one in program.routing.away(stage):
             yield Op(stage, kind, one.microbatch, None, one.replica)
 

@@ -110,6 +110,7 @@ PURPOSE_OF: Final = {
     Kind.SEND_W: Purpose.ACCUMULATOR,
     Kind.SEND_INPUT: Purpose.INPUT,
     Kind.SEND_TARGET: Purpose.TARGET,
+    Kind.SEND_RESULT: Purpose.RESULT,
 }
 """The purpose of the message that an op sends."""
 
@@ -117,7 +118,7 @@ _SENT_BY: Final = {purpose: kind for kind, purpose in PURPOSE_OF.items()}
 _OF_EACH_MICROBATCH: Final = frozenset(
     (
         *(Purpose.OUTPUT, Purpose.INPUT_GRADIENT, Purpose.SHARED_GRADIENT),
-        *(Purpose.RESULT, Purpose.BUFFERS, Purpose.RANK_GRADIENTS),
+        *(Purpose.BUFFERS, Purpose.RANK_GRADIENTS),
     )
 )
 

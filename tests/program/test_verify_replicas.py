@@ -179,10 +179,10 @@ def test_an_accumulator_that_is_handed_over_has_two_ends() -> None:
 CROSSING: tuple[str, ...] = (
     "1:0RECV_INPUT1 0:0F0 0:0SEND_F0 0:0F1 0:0SEND_F1 1:0F1 1:0SEND_F1 0:0RECV_B0 0:0B0 0:0RECV_B1 0:0B1 "
     "1:0RECV_B1 1:0RECV_W1 1:0B1",
-    "1:1RECV_TARGET0 1:1RECV_F0 1:1F0 1:1B0 1:1SEND_B0 1:1SEND_W0 0:1RECV_F0 0:1F0 0:1B0 0:1SEND_B0 "
+    "1:1RECV_TARGET0 1:1RECV_F0 1:1F0 1:1SEND_RESULT0 1:1B0 1:1SEND_B0 1:1SEND_W0 0:1RECV_F0 0:1F0 0:1B0 0:1SEND_B0 "
     "0:1RECV_F1 0:1F1 0:1B1 0:1SEND_B1",
     "1:0SEND_INPUT1 1:0F0 1:0SEND_F0 1:0RECV_B0 1:0B0 1:0SEND_W0",
-    "1:1SEND_TARGET0 1:1RECV_F1 1:1F1 1:1RECV_W1 1:1B1 1:1SEND_B1",
+    "1:1SEND_TARGET0 1:1RECV_F1 1:1F1 1:1RECV_RESULT0 1:1RECV_W1 1:1B1 1:1SEND_B1",
 )
 """Worker 0 computes microbatch 1 of replica 1 on stage 0, and worker 1 its microbatch 0 on stage 1."""
 
@@ -216,6 +216,13 @@ def test_what_crosses_replicas_is_accepted_as_a_whole_or_not_at_all() -> None:
             "",
             "x: 1:1RECV_TARGET0 is missing on worker 1: worker 1 computes microbatch 0 of replica 1 on stage 1; "
             "1:1SEND_TARGET0 is op 0 of worker 3",
+        ),
+        (
+            3,
+            " 1:1RECV_RESULT0",
+            "",
+            "x: 1:1RECV_RESULT0 is missing on worker 3: worker 1 computes microbatch 0 of replica 1 on stage 1; "
+            "1:1SEND_RESULT0 is op 3 of worker 1",
         ),
         (
             0,
@@ -257,12 +264,21 @@ def test_homes_that_give_their_batch_away_too_late_wait_for_each_other() -> None
     """Each computes for the other first, and has not yet sent what the other one needs."""
     text = (
         "schedule x version=2 stages=1 microbatches=1\nworkers 0 1\nroute 0 0 by 1\nroute 1 0 by 0\n"
-        "0: 1:0RECV_INPUT0 1:0RECV_TARGET0 0:0SEND_INPUT0 1:0F0 1:0B0 0:0SEND_TARGET0\n"
-        "1: 0:0RECV_INPUT0 0:0RECV_TARGET0 1:0SEND_INPUT0 0:0F0 0:0B0 1:0SEND_TARGET0\n"
+        "0: 1:0RECV_INPUT0 1:0RECV_TARGET0 0:0SEND_INPUT0 1:0F0 1:0SEND_RESULT0 1:0B0 0:0SEND_TARGET0 0:0RECV_RESULT0\n"
+        "1: 0:0RECV_INPUT0 0:0RECV_TARGET0 1:0SEND_INPUT0 0:0F0 0:0SEND_RESULT0 0:0B0 1:0SEND_TARGET0 1:0RECV_RESULT0\n"
     )
-    shown = refusal(Program.parse(text))
+    shown = refusal(Program.parse(text), ordered_channels=False)
     assert shown.startswith("x: deadlock: 2 of 2 workers wait forever\n")
-    assert "  worker 0: 1:0F0, op 3, waits for 1:0SEND_TARGET0, op 5 of worker 1" in shown
+    assert "  worker 0: 1:0F0, op 3, waits for 1:0SEND_TARGET0, op 6 of worker 1" in shown
+
+
+def test_results_and_accumulators_share_a_channel() -> None:
+    """Worker 1 sends the results of microbatch 0 before its accumulator, but worker 3 receives them at the end."""
+    late = crossing(3, "1:1RECV_RESULT0 1:1RECV_W1 1:1B1", "1:1RECV_W1 1:1B1 1:1RECV_RESULT0")
+    verify(late, ordered_channels=False)
+    assert refusal(late).startswith(
+        "x: channel 1→3 bulk, message 0: sent is 1:1SEND_RESULT0, op 3 of worker 1, but received is 1:1RECV_W1"
+    )
 
 
 def test_inputs_and_accumulators_share_a_channel() -> None:

@@ -91,7 +91,8 @@ class Executor:
         self._home = program.routing.replica_of(rank)
         self._messages = ProgramMessages(program, rank, shapes, batch, transport, monitor, timeout, shape)
         weights = [one.weights for one in shapes]
-        self._foreign = ForeignMicrobatches(program, rank, batch.results, weights, transport, timeout)
+        self._foreign = ForeignMicrobatches(program, rank, weights, transport, timeout)
+        self._at_end = [op for op in self._order if op.kind is Kind.RECV_RESULT]
         self._buffers = BufferHandOver(program, rank, [one.buffers for one in shapes], transport, timeout)
         self._pacing = pacing
         self._monitor = monitor
@@ -152,7 +153,9 @@ class Executor:
             except Exception as error:
                 error.add_note(f"in step {step}: rank {self._rank} at {op}")
                 raise
-        self._foreign.end_step(self._stages, partial(self._found, now))
+        for receive in self._at_end:
+            self._messages.use_at_end(receive, partial(self._end, now, receive))
+        self._foreign.end_step(self._stages)
         self._buffers.end_step(self._stages)
         return now.results
 
@@ -179,7 +182,7 @@ class Executor:
                 with named(op):
                     self._weight_grad(op, now.number, started[0])
                 self._finish(op, now.number, started)
-            case Kind.SEND_F | Kind.SEND_B | Kind.SEND_W:
+            case Kind.SEND_F | Kind.SEND_B | Kind.SEND_W | Kind.SEND_RESULT:
                 with named(op):
                     self._messages.send(op, self._sent(op))
             case Kind.SEND_INPUT:
@@ -191,7 +194,7 @@ class Executor:
                     device = given[0].device if given else None  # kernels pack what lies together
                     asks = torch.full((1,), now.asks, dtype=torch.uint8, device=device)
                     self._messages.send(op, (*given, asks))
-            case Kind.RECV_F | Kind.RECV_B | Kind.RECV_W | Kind.RECV_INPUT | Kind.RECV_TARGET:
+            case Kind.RECV_F | Kind.RECV_B | Kind.RECV_W | Kind.RECV_INPUT | Kind.RECV_TARGET | Kind.RECV_RESULT:
                 self._messages.post(op)
             case Kind.REDUCE | Kind.STEP:
                 pass  # the worker adds up gradients when its order has ended, and the user's optimizer makes the update
@@ -205,18 +208,20 @@ class Executor:
             outputs = self._stages[op.replica, op.stage].forward(now.number, op.microbatch, given, wanted)
         self._finish(op, now.number, started)
         self._buffers.after_forward(op, self._stages)
-        if op.stage < self._last:
-            self._values[op] = outputs
-        elif op.replica == self._home:
+        if op.stage == self._last and op.replica == self._home:
             self._found(now, op.microbatch, outputs)
         else:
-            self._foreign.keep(op, outputs)
+            self._values[op] = outputs
 
     def _sent(self, op: Op) -> tuple[Tensor, ...]:
         """Return what a send carries away."""
         if op.kind is Kind.SEND_W:
             return self._stages[op.replica, op.stage].hand_over()
-        return self._values.pop(_made_by(Kind.F if op.kind is Kind.SEND_F else Kind.I, op, op.stage))
+        return self._values.pop(_made_by(Kind.I if op.kind is Kind.SEND_B else Kind.F, op, op.stage))
+
+    def _end(self, now: _Step, receive: Op, tensors: tuple[Tensor, ...]) -> None:
+        """Take what a worker of another replica has computed for this rank."""
+        self._found(now, receive.microbatch, tuple(one.clone() for one in tensors))
 
     def _weight_grad(self, op: Op, step: int, at: float) -> None:
         """Run W, or the W of a B. An emulated device computes its gradients one after the other too."""

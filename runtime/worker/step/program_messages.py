@@ -184,6 +184,16 @@ class ProgramMessages:
         self._keep(op, pending)
         return tensors
 
+    def use_at_end(self, receive: Op, use: Callable[[tuple[Tensor, ...]], None]) -> None:
+        """Wait for a message that no compute op of this rank needs, use its tensors, and release them.
+
+        Raises:
+            TransportError: It could not be exchanged, or not within the timeout.
+        """
+        pending = self._receives.pop(receive)
+        use(pending.wait(self._timeout))
+        self._transport.release(pending)
+
     def _keep(self, op: Op, pending: Pending) -> None:
         self._kept.setdefault((op.replica, op.stage, op.microbatch), []).append(pending)
 
@@ -287,5 +297,7 @@ class ProgramMessages:
                 return self._batch.inputs
             case Kind.SEND_TARGET:
                 return (*self._batch.targets, _ASKED)
+            case Kind.SEND_RESULT:
+                return self._batch.results
             case _:
                 return shapes.weights
