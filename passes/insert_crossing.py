@@ -1,7 +1,8 @@
 """The pass ``insert-crossing``: adds what crosses replicas where a worker of one computes microbatches of another.
 
 The home of a replica has its batch and gets its results. So inputs and targets of such a microbatch travel to the worker that
-computes it on the first and the last stage. Results travel back.
+computes it on the first and the last stage. Results travel back. So does the accumulator of a stage whose last microbatch
+another worker computes.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 from adaptra.errors import PassError
-from adaptra.passes.base import Pass
+from adaptra.passes.base import Pass, Word, option
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import SENT_BY, Way, channel_of, crossings, needs, other_end
 from adaptra.simulation.cost import CostModel
@@ -23,16 +24,20 @@ class InsertCrossing(Pass):
     """Add SEND and RECV of what crosses replicas. Compute ops and SEND ops keep their order.
 
     Inputs and targets are received and sent at the start of the step, the inputs first. Results are sent behind their F, and
-    received before the stage's REDUCE at home, or at the end of the order.
+    sums behind the last W. Both are received before the stage's REDUCE at home, or at the end of the order.
 
     Guarantees: messages of a channel are received in the order in which they are sent. Where a message overtakes those that
     were there before, their RECV moves to an earlier position. A program in which every worker computes for its own replica
     stays as it is.
 
     Refuses: a program that has such messages already, or lacks its other messages.
+
+    Attributes:
+        fold: ``handover``, or ``contributions`` if each worker adds up its own weight gradients.
     """
 
     name: ClassVar[str] = "insert-crossing"
+    fold: str = option("handover", Word("handover|contributions", "handover or contributions"))
 
     @property
     def uses_cost(self) -> bool:
@@ -43,8 +48,8 @@ class InsertCrossing(Pass):
         """Return the program with its crossing messages. ``cost`` is not used."""
         if any(op.kind.is_crossing for order in program.orders for op in order):
             raise PassError(f"{self}: {program.name} has messages of foreign microbatches already: expected none")
-        sends = list(crossings(program))
-        if sends and not program.is_lowered and _implies_messages(program):
+        sends = list(crossings(program, self.fold == "handover"))
+        if sends and not program.is_lowered and _implies_messages(program, self.fold == "handover"):
             raise PassError(f"{self}: {program.name} lacks the messages between its ranks: run insert-comm first")
         return _with_messages(program, sends) if sends else program
 
@@ -57,12 +62,12 @@ class _Placed(NamedTuple):
     receive: Op
 
 
-def _implies_messages(program: Program) -> bool:
+def _implies_messages(program: Program, hands_over: bool) -> bool:
     return any(
         program.holder(need.replica, need.stage, need.microbatch) != rank
         for rank, order in enumerate(program.orders)
         for op in order
-        for need in needs(op, program, lowered=False)
+        for need in needs(op, program, lowered=False, hands_over=hands_over)
     )
 
 

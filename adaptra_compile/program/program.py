@@ -62,6 +62,8 @@ class Kind(Enum):
     RECV_TARGET = "RECV_TARGET"
     SEND_RESULT = "SEND_RESULT"
     RECV_RESULT = "RECV_RESULT"
+    SEND_SUM = "SEND_SUM"
+    RECV_SUM = "RECV_SUM"
     REDUCE = "REDUCE"
     STEP = "STEP"
 
@@ -301,7 +303,7 @@ class Program:
 
 
 _BACKWARD = frozenset({Kind.I, Kind.W, Kind.B})
-_AT_HOME = frozenset({Kind.SEND_INPUT, Kind.SEND_TARGET, Kind.RECV_RESULT})
+_AT_HOME = frozenset({Kind.SEND_INPUT, Kind.SEND_TARGET, Kind.RECV_RESULT, Kind.RECV_SUM})
 _NAME = re.compile(r"[A-Za-z0-9_.+-]+")
 _HEADER = re.compile(
     rf"schedule (?P<name>[A-Za-z0-9_.+-]+)(?: version=(?P<version>{NUMBER}))?"
@@ -313,7 +315,9 @@ _ROUTED_HEADER = re.compile(
 )
 _LANE_SUFFIX = "(?:@([a-z][a-z0-9_.-]*))?"
 _OP = re.compile(rf"({NUMBER})(SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B)({NUMBER}){_LANE_SUFFIX}")
-_ROUTED_OP = re.compile(rf"({NUMBER}):({NUMBER})((?:SEND|RECV)_(?:[FBW]|INPUT|TARGET|RESULT)|F|I|W|B)({NUMBER}){_LANE_SUFFIX}")
+_ROUTED_OP = re.compile(
+    rf"({NUMBER}):({NUMBER})((?:SEND|RECV)_(?:[FBW]|INPUT|TARGET|RESULT|SUM)|F|I|W|B)({NUMBER}){_LANE_SUFFIX}"
+)
 _UPDATE = re.compile(rf"({NUMBER})(REDUCE|STEP)")
 
 

@@ -264,7 +264,8 @@ def _every_message_has_two_ends(facts: Facts) -> None:
 
 def _foreign_microbatches_have_their_messages(facts: Facts) -> None:
     found = [op for op in facts.places if op.kind.is_crossing]
-    needed = {end: send for send in crossings(facts.program) for end in (send, other_end(send))} if found else {}
+    sends = crossings(facts.program, facts.hands_over) if found else ()
+    needed = {end: send for send in sends for end in (send, other_end(send))}
     for end, send in needed.items():
         if end not in facts.places:
             where = facts.program.holder(send.replica, send.stage, send.microbatch)
@@ -375,11 +376,16 @@ def _no_deadlock(facts: Facts) -> None:
 
 
 def _arrivals(facts: Facts) -> Mapping[int, list[Op]]:
-    """Return, per stage, the op before each worker's REDUCE, since a REDUCE begins when the last worker has come to it."""
+    """Return, per stage, what a REDUCE waits for, since it begins when the last worker has come to it.
+
+    That is the op before each worker's REDUCE, and both ends of the sums that these need.
+    """
     found: defaultdict[int, list[Op]] = defaultdict(list)
     for op, place in facts.places.items():
-        if op.kind is Kind.REDUCE and place.number > 0:
-            found[op.stage].append(facts.program.orders[place.rank][place.number - 1])
+        if op.kind is Kind.REDUCE:
+            found[op.stage] += facts.program.orders[place.rank][: place.number][-1:]
+            for receive in facts.needed(op):
+                found[op.stage] += [receive, other_end(receive)]
     return found
 
 

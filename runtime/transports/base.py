@@ -102,6 +102,8 @@ class Purpose(Enum):
     """One of two messages of an activation's size over an edge that no microbatch takes, whose arrivals are measured."""
     MODEL_OUTPUTS = "model outputs"
     """A part of the outputs beside the loss, when their step has ended."""
+    SUM = "sum of weight gradients"
+    """A stage's sums of all microbatches, for their home."""
 
 
 PURPOSE_OF: Final = {
@@ -111,6 +113,7 @@ PURPOSE_OF: Final = {
     Kind.SEND_INPUT: Purpose.INPUT,
     Kind.SEND_TARGET: Purpose.TARGET,
     Kind.SEND_RESULT: Purpose.RESULT,
+    Kind.SEND_SUM: Purpose.SUM,
 }
 """The purpose of the message that an op sends."""
 
@@ -169,9 +172,10 @@ class Identity:
                 return ChannelClass.BACKWARD if self.source < self.destination else ChannelClass.FORWARD
             case Purpose.MODEL_STATE | Purpose.MODEL_OUTPUTS:
                 return ChannelClass.BACKWARD if self.source < self.destination else ChannelClass.FORWARD
-            case Purpose.RANK_GRADIENTS | Purpose.RANK_SUMS:  # between ranks with several stages, activations go both ways
+            case Purpose.INPUT | Purpose.TARGET | Purpose.RESULT | Purpose.ACCUMULATOR | Purpose.SUM | Purpose.TERM:
                 return ChannelClass.BULK
-            case Purpose.INPUT | Purpose.TARGET | Purpose.RESULT | Purpose.ACCUMULATOR | Purpose.TERM | Purpose.RATE_PROBE:
+            case Purpose.RANK_GRADIENTS | Purpose.RANK_SUMS | Purpose.RATE_PROBE:
+                # Between ranks with several stages, activations go both ways.
                 return ChannelClass.BULK
 
     @property

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jobs import random_case, random_job_program
 
 from adaptra.errors import ScheduleError
-from adaptra.program import Program
+from adaptra.program import Kind, Program
 from adaptra.program.verify import verify
 from adaptra.simulation.period import with_updates
 
@@ -178,11 +178,11 @@ def test_an_accumulator_that_is_handed_over_has_two_ends() -> None:
 
 CROSSING: tuple[str, ...] = (
     "1:0RECV_INPUT1 0:0F0 0:0SEND_F0 0:0F1 0:0SEND_F1 1:0F1 1:0SEND_F1 0:0RECV_B0 0:0B0 0:0RECV_B1 0:0B1 "
-    "1:0RECV_B1 1:0RECV_W1 1:0B1",
+    "1:0RECV_B1 1:0RECV_W1 1:0B1 1:0SEND_SUM1 0REDUCE 0STEP",
     "1:1RECV_TARGET0 1:1RECV_F0 1:1F0 1:1SEND_RESULT0 1:1B0 1:1SEND_B0 1:1SEND_W0 0:1RECV_F0 0:1F0 0:1B0 0:1SEND_B0 "
-    "0:1RECV_F1 0:1F1 0:1B1 0:1SEND_B1",
-    "1:0SEND_INPUT1 1:0F0 1:0SEND_F0 1:0RECV_B0 1:0B0 1:0SEND_W0",
-    "1:1SEND_TARGET0 1:1RECV_F1 1:1F1 1:1RECV_RESULT0 1:1RECV_W1 1:1B1 1:1SEND_B1",
+    "0:1RECV_F1 0:1F1 0:1B1 0:1SEND_B1 1REDUCE 1STEP",
+    "1:0SEND_INPUT1 1:0F0 1:0SEND_F0 1:0RECV_B0 1:0B0 1:0SEND_W0 1:0RECV_SUM1 0REDUCE 0STEP",
+    "1:1SEND_TARGET0 1:1RECV_F1 1:1F1 1:1RECV_RESULT0 1:1RECV_W1 1:1B1 1:1SEND_B1 1REDUCE 1STEP",
 )
 """Worker 0 computes microbatch 1 of replica 1 on stage 0, and worker 1 its microbatch 0 on stage 1."""
 
@@ -262,14 +262,15 @@ def test_who_receives_its_inputs_too_late_waits_for_itself() -> None:
 
 def test_homes_that_give_their_batch_away_too_late_wait_for_each_other() -> None:
     """Each computes for the other first, and has not yet sent what the other one needs."""
-    text = (
-        "schedule x version=2 stages=1 microbatches=1\nworkers 0 1\nroute 0 0 by 1\nroute 1 0 by 0\n"
-        "0: 1:0RECV_INPUT0 1:0RECV_TARGET0 0:0SEND_INPUT0 1:0F0 1:0SEND_RESULT0 1:0B0 0:0SEND_TARGET0 0:0RECV_RESULT0\n"
-        "1: 0:0RECV_INPUT0 0:0RECV_TARGET0 1:0SEND_INPUT0 0:0F0 0:0SEND_RESULT0 0:0B0 1:0SEND_TARGET0 1:0RECV_RESULT0\n"
+    order = (
+        "{1}:0RECV_INPUT0 {1}:0RECV_TARGET0 {0}:0SEND_INPUT0 {1}:0F0 {1}:0SEND_RESULT0 {1}:0B0 {1}:0SEND_SUM0 "
+        "{0}:0SEND_TARGET0 {0}:0RECV_RESULT0 {0}:0RECV_SUM0\n"
     )
+    text = "schedule x version=2 stages=1 microbatches=1\nworkers 0 1\nroute 0 0 by 1\nroute 1 0 by 0\n"
+    text += f"0: {order.format(0, 1)}1: {order.format(1, 0)}"
     shown = refusal(Program.parse(text), ordered_channels=False)
     assert shown.startswith("x: deadlock: 2 of 2 workers wait forever\n")
-    assert "  worker 0: 1:0F0, op 3, waits for 1:0SEND_TARGET0, op 6 of worker 1" in shown
+    assert "  worker 0: 1:0F0, op 3, waits for 1:0SEND_TARGET0, op 7 of worker 1" in shown
 
 
 def test_results_and_accumulators_share_a_channel() -> None:
@@ -279,6 +280,20 @@ def test_results_and_accumulators_share_a_channel() -> None:
     assert refusal(late).startswith(
         "x: channel 1→3 bulk, message 0: sent is 1:1SEND_RESULT0, op 3 of worker 1, but received is 1:1RECV_W1"
     )
+
+
+def test_a_sum_that_is_sent_behind_the_reduce_that_needs_it_is_a_deadlock() -> None:
+    """The REDUCE of worker 0 waits for that of worker 2, which has not got the sum of its replica."""
+    text = refusal(crossing(0, "1:0SEND_SUM1 0REDUCE", "0REDUCE 1:0SEND_SUM1"))
+    assert text.startswith("x: deadlock: ")
+    assert "  worker 0: 0REDUCE, op 14, waits for 1:0SEND_SUM1, op 15 of worker 0, behind it" in text
+
+
+def test_no_sum_comes_home_where_each_worker_adds_up_its_own() -> None:
+    whole = crossing(0, "", "")
+    kept = whole.only(frozenset(Kind) - {Kind.SEND_W, Kind.RECV_W})
+    assert refusal(kept, hands_over=False) == "x: 1:0SEND_SUM1, op 13 of worker 0: no such message is needed on stage 0"
+    verify(kept.only(frozenset(Kind) - {Kind.SEND_SUM, Kind.RECV_SUM}), hands_over=False)
 
 
 def test_inputs_and_accumulators_share_a_channel() -> None:

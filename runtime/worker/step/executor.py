@@ -25,7 +25,6 @@ from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.stages.buffer_hand_over import BufferHandOver
-from adaptra.runtime.worker.stages.foreign_microbatches import ForeignMicrobatches
 from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
 from adaptra.runtime.worker.step.program_messages import BatchShapes, MessageShapes, ProgramMessages
 
@@ -90,9 +89,7 @@ class Executor:
         self._stages = cast("Mapping[tuple[int, int], Stage]", stages)
         self._home = program.routing.replica_of(rank)
         self._messages = ProgramMessages(program, rank, shapes, batch, transport, monitor, timeout, shape)
-        weights = [one.weights for one in shapes]
-        self._foreign = ForeignMicrobatches(program, rank, weights, transport, timeout)
-        self._at_end = [op for op in self._order if op.kind is Kind.RECV_RESULT]
+        self._at_end = [op for op in self._order if op.kind in (Kind.RECV_RESULT, Kind.RECV_SUM)]
         self._buffers = BufferHandOver(program, rank, [one.buffers for one in shapes], transport, timeout)
         self._pacing = pacing
         self._monitor = monitor
@@ -103,7 +100,7 @@ class Executor:
     @property
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
         """The number of receive buffers that the program needs at a time, per source rank and message."""
-        return Counter(self._messages.receive_counts) + self._foreign.receive_counts + self._buffers.receive_counts
+        return Counter(self._messages.receive_counts) + self._buffers.receive_counts
 
     @property
     def heard(self) -> frozenset[int]:
@@ -144,7 +141,6 @@ class Executor:
         others = set(range(self.program.replicas)) - {self._home}
         now = _Step(step, inputs, targets, on_message, on_results, asks, on_asked, others)
         self._messages.begin_step(step)
-        self._foreign.begin_step(step)
         self._buffers.begin_step(step, self._stages)
         self._monitor.ready(self._mark())
         for op in self._order:
@@ -155,7 +151,6 @@ class Executor:
                 raise
         for receive in self._at_end:
             self._messages.use_at_end(receive, partial(self._end, now, receive))
-        self._foreign.end_step(self._stages)
         self._buffers.end_step(self._stages)
         return now.results
 
@@ -182,7 +177,7 @@ class Executor:
                 with named(op):
                     self._weight_grad(op, now.number, started[0])
                 self._finish(op, now.number, started)
-            case Kind.SEND_F | Kind.SEND_B | Kind.SEND_W | Kind.SEND_RESULT:
+            case Kind.SEND_F | Kind.SEND_B | Kind.SEND_W | Kind.SEND_RESULT | Kind.SEND_SUM:
                 with named(op):
                     self._messages.send(op, self._sent(op))
             case Kind.SEND_INPUT:
@@ -194,7 +189,9 @@ class Executor:
                     device = given[0].device if given else None  # kernels pack what lies together
                     asks = torch.full((1,), now.asks, dtype=torch.uint8, device=device)
                     self._messages.send(op, (*given, asks))
-            case Kind.RECV_F | Kind.RECV_B | Kind.RECV_W | Kind.RECV_INPUT | Kind.RECV_TARGET | Kind.RECV_RESULT:
+            case (
+                Kind.RECV_F | Kind.RECV_B | Kind.RECV_W | Kind.RECV_INPUT | Kind.RECV_TARGET | Kind.RECV_RESULT | Kind.RECV_SUM
+            ):
                 self._messages.post(op)
             case Kind.REDUCE | Kind.STEP:
                 pass  # the worker adds up gradients when its order has ended, and the user's optimizer makes the update
@@ -215,13 +212,16 @@ class Executor:
 
     def _sent(self, op: Op) -> tuple[Tensor, ...]:
         """Return what a send carries away."""
-        if op.kind is Kind.SEND_W:
+        if op.kind in (Kind.SEND_W, Kind.SEND_SUM):
             return self._stages[op.replica, op.stage].hand_over()
         return self._values.pop(_made_by(Kind.I if op.kind is Kind.SEND_B else Kind.F, op, op.stage))
 
     def _end(self, now: _Step, receive: Op, tensors: tuple[Tensor, ...]) -> None:
         """Take what a worker of another replica has computed for this rank."""
-        self._found(now, receive.microbatch, tuple(one.clone() for one in tensors))
+        if receive.kind is Kind.RECV_SUM:
+            self._stages[receive.replica, receive.stage].take_over(tensors)
+        else:
+            self._found(now, receive.microbatch, tuple(one.clone() for one in tensors))
 
     def _weight_grad(self, op: Op, step: int, at: float) -> None:
         """Run W, or the W of a B. An emulated device computes its gradients one after the other too."""
