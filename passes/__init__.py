@@ -13,6 +13,7 @@ from adaptra.passes.adapt_order import AdaptOrder
 from adaptra.passes.base import Pass, PassPipeline
 from adaptra.passes.fuse_backward import FuseBackward
 from adaptra.passes.insert_comm import InsertComm
+from adaptra.passes.insert_crossing import InsertCrossing
 from adaptra.passes.lower_comm import LowerComm
 from adaptra.passes.split_backward import SplitBackward
 
@@ -21,6 +22,7 @@ __all__ = [
     "AdaptOrder",
     "FuseBackward",
     "InsertComm",
+    "InsertCrossing",
     "LowerComm",
     "Pass",
     "PassPipeline",
@@ -29,7 +31,7 @@ __all__ = [
 ]
 
 PASSES: Final[Mapping[str, type[Pass]]] = MappingProxyType(
-    {known.name: known for known in (SplitBackward, AdaptOrder, FuseBackward, InsertComm, LowerComm)}
+    {known.name: known for known in (SplitBackward, AdaptOrder, FuseBackward, InsertComm, InsertCrossing, LowerComm)}
 )
 """adaptra's passes by name."""
 

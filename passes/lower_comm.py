@@ -19,7 +19,8 @@ class LowerComm(Pass):
     The result's lanes depend only on ``slow``, not on those of the incoming program. So an edge that is no longer named returns
     to the normal path, and other edges do not change.
 
-    Guarantees: no op moves; both ends of a message are on the same lane.
+    Guarantees: no op moves; both ends of a message are on the same lane. What crosses replicas for foreign microbatches takes
+    no lane.
 
     Refuses: a program without communication ops if an edge is named, and an edge over which the program sends nothing.
 
@@ -42,7 +43,7 @@ class LowerComm(Pass):
         """Return the program with its lanes set. ``cost`` is not used."""
         if self.slow and not program.is_lowered:
             raise PassError(f"{self}: {program.name} has no SEND and RECV to mark: run insert-comm first")
-        used = {_edge(op, program) for order in program.orders for op in order if op.kind.is_message}
+        used = {_edge(op, program) for order in program.orders for op in order if _takes_lanes(op)}
         for source, destination in self.slow:
             if (source, destination) not in used:
                 known = " ".join(f"{a}>{b}" for a, b in sorted(used))
@@ -51,16 +52,20 @@ class LowerComm(Pass):
         return replace(program, orders=orders)
 
     def _marked(self, op: Op, program: Program) -> Op:
-        if not op.kind.is_message:
+        if not _takes_lanes(op):
             return op
         lane = self.lane if _edge(op, program) in self.slow else None
         # Most ops do not change, and lowering runs during training and shares its interpreter.
         return op if op.lane == lane else replace(op, lane=lane)
 
 
+def _takes_lanes(op: Op) -> bool:
+    return op.kind.is_message and not op.kind.is_crossing
+
+
 def _edge(op: Op, program: Program) -> tuple[int, int]:
     """Return source and destination of a communication op: stages, or with several replicas workers."""
     ends = (other_end(op), op) if op.kind in SENT_BY else (op, other_end(op))
     by_stages = program.is_one_pipeline
-    source, destination = (end.stage if by_stages else program.holder(end.replica, end.stage, end.microbatch) for end in ends)
+    source, destination = (end.stage if by_stages else program.rank_of(end) for end in ends)
     return source, destination

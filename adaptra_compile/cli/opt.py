@@ -10,7 +10,7 @@ from adaptra.cli.inputs import ProgramSource, read_source, source_for
 from adaptra.cli.jobs import read_job
 from adaptra.cli.output import as_json
 from adaptra.errors import PassError, ScheduleError
-from adaptra.passes import InsertComm, PassPipeline, parse_pipeline
+from adaptra.passes import InsertComm, InsertCrossing, PassPipeline, parse_pipeline
 from adaptra.program import Program
 from adaptra.program.schedules import GENERATORS, PLACED
 from adaptra.simulation.cost import Case, CostModel
@@ -83,7 +83,7 @@ def _check_case(pipeline: PassPipeline, program: Program, cost: CostModel | None
     for step in pipeline.passes:
         if cost is None and step.uses_cost:
             raise PassError(f"{step}: the result depends on costs: expected --case CASE")
-        if not program.is_one_pipeline and isinstance(step, InsertComm) and step.fold != fold:
+        if not program.is_one_pipeline and isinstance(step, (InsertComm, InsertCrossing)) and step.fold != fold:
             raise PassError(f"{step}: fold={fold} in the case, or without one: expected the same")
 
 

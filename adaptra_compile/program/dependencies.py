@@ -10,12 +10,16 @@ Where a microbatch's W is on another worker than the one before it, the accumula
 meets that need too. So weight gradients are added in microbatch order whoever computes them. Rows with such a ``when`` count
 between two workers only, since a worker runs each stage's W and F in microbatch order anyway.
 
+Where a worker of another replica computes a microbatch, messages cross between it and the home of the replica's stage. They
+are no needs between compute ops: an F waits for the RECV of its inputs or targets, once a program has these messages. A REDUCE
+waits for the sum of its replica.
+
 The search that inserts ops of lost workers, and lower bounds, are written for the kinds and rows that the table has today.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from enum import Enum
 from typing import Final, NamedTuple
 
@@ -74,6 +78,14 @@ RULE: Final[dict[Kind, tuple[Row, ...]]] = {
     Kind.RECV_B: (Row(+1, (Kind.SEND_B,)),),
     Kind.SEND_W: (Row(0, WEIGHT_GRADIENT),),
     Kind.RECV_W: (Row(0, (Kind.SEND_W,), -1),),
+    Kind.SEND_INPUT: (),
+    Kind.RECV_INPUT: (Row(0, (Kind.SEND_INPUT,)),),
+    Kind.SEND_TARGET: (),
+    Kind.RECV_TARGET: (Row(0, (Kind.SEND_TARGET,)),),
+    Kind.SEND_RESULT: (Row(0, (Kind.F,)),),
+    Kind.RECV_RESULT: (Row(0, (Kind.SEND_RESULT,)),),
+    Kind.SEND_SUM: (Row(0, WEIGHT_GRADIENT),),
+    Kind.RECV_SUM: (Row(0, (Kind.SEND_SUM,)),),
     Kind.REDUCE: (),
     Kind.STEP: (),
 }
@@ -81,7 +93,15 @@ RULE: Final[dict[Kind, tuple[Row, ...]]] = {
 RECEIVED_BY: Final = {-1: Kind.RECV_F, +1: Kind.RECV_B}
 """The RECV that meets a need with this offset."""
 
-SENT_BY: Final = {Kind.RECV_F: Kind.SEND_F, Kind.RECV_B: Kind.SEND_B, Kind.RECV_W: Kind.SEND_W}
+SENT_BY: Final = {
+    Kind.RECV_F: Kind.SEND_F,
+    Kind.RECV_B: Kind.SEND_B,
+    Kind.RECV_W: Kind.SEND_W,
+    Kind.RECV_INPUT: Kind.SEND_INPUT,
+    Kind.RECV_TARGET: Kind.SEND_TARGET,
+    Kind.RECV_RESULT: Kind.SEND_RESULT,
+    Kind.RECV_SUM: Kind.SEND_SUM,
+}
 """The SEND at the other end of a RECV."""
 
 _OTHER_END: Final = {
@@ -91,8 +111,53 @@ _OTHER_END: Final = {
     Kind.RECV_B: (Kind.SEND_B, +1, 0),
     Kind.SEND_W: (Kind.RECV_W, 0, +1),
     Kind.RECV_W: (Kind.SEND_W, 0, -1),
+    **{receive: (send, 0, 0) for receive, send in SENT_BY.items() if send.is_crossing},
+    **{send: (receive, 0, 0) for receive, send in SENT_BY.items() if send.is_crossing},
 }
 """The kind at the other end of a message, its stage and its microbatch relative to the op's own."""
+
+
+class Way(Enum):
+    """The class of the channels that a message takes between two ranks. The value is its name in errors."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BULK = "bulk"
+
+
+def way_of(kind: Kind) -> Way:
+    """Return the class of channels of a communication kind."""
+    match kind:
+        case Kind.SEND_F | Kind.RECV_F:
+            return Way.FORWARD
+        case Kind.SEND_B | Kind.RECV_B:
+            return Way.BACKWARD
+        case _:
+            return Way.BULK
+
+
+def channel_of(send: Op, program: Program) -> tuple[int, int, Way]:
+    """Return source rank, destination rank and class of a message. Its channel keeps the order of such messages."""
+    return program.rank_of(send), program.rank_of(other_end(send)), way_of(send.kind)
+
+
+def crossings(program: Program, hands_over: bool) -> Iterator[Op]:
+    """Yield the SEND of each message between the home of a replica's stage and a worker of another one that computes for it.
+
+    Args:
+        program: A program, with or without these messages.
+        hands_over: As of :func:`needs`. If so, the accumulator comes home when another worker computes the last microbatch.
+    """
+    last = program.stages - 1
+    for stage, kind in ((0, Kind.SEND_INPUT), (last, Kind.SEND_TARGET), (last, Kind.SEND_RESULT)):
+        for one in program.routing.away(stage):
+            yield Op(stage, kind, one.microbatch, None, one.replica)
+    if not hands_over or program.is_forward_only:
+        return
+    for stage in range(program.stages):
+        for one in program.routing.away(stage):
+            if one.microbatch == program.microbatches - 1:
+                yield Op(stage, Kind.SEND_SUM, one.microbatch, None, one.replica)
 
 
 def needs(op: Op, program: Program, lowered: bool, hands_over: bool = True, changing: Container[int] = ()) -> tuple[Need, ...]:
@@ -108,7 +173,7 @@ def needs(op: Op, program: Program, lowered: bool, hands_over: bool = True, chan
         changing: The stages whose forwards change buffers. There an F waits for that of the microbatch before, since its worker
             hands the buffers over. These messages are no ops of a program.
     """
-    found: list[Need] = []
+    found = [*_crossing_needs(op, program, hands_over)] if lowered and not program.routing.stays_at_home else []
     paths = program.routing.path_of[op.replica]
     here = paths[op.microbatch][op.stage]
     for offset, kinds, later, when in RULE[op.kind]:
@@ -126,6 +191,17 @@ def needs(op: Op, program: Program, lowered: bool, hands_over: bool = True, chan
         else:
             found.append(Need(op.stage, (received,), op.microbatch, op.replica))
     return tuple(found)
+
+
+def _crossing_needs(op: Op, program: Program, hands_over: bool) -> Iterator[Need]:
+    """Yield the RECV of each crossing message that an op waits for."""
+    is_away = op.kind is Kind.F and program.home_of(op) not in (-1, program.rank_of(op))
+    for stage, kind in ((0, Kind.RECV_INPUT), (program.stages - 1, Kind.RECV_TARGET)):
+        if is_away and op.stage == stage:
+            yield Need(stage, (kind,), op.microbatch, op.replica)
+    last = program.microbatches - 1
+    if op.kind is Kind.REDUCE and hands_over and program.holder(op.replica, op.stage, last) != program.home_of(op):
+        yield Need(op.stage, (Kind.RECV_SUM,), last, op.replica)
 
 
 def other_end(op: Op) -> Op:

@@ -56,6 +56,14 @@ class Kind(Enum):
     RECV_B = "RECV_B"
     SEND_W = "SEND_W"
     RECV_W = "RECV_W"
+    SEND_INPUT = "SEND_INPUT"
+    RECV_INPUT = "RECV_INPUT"
+    SEND_TARGET = "SEND_TARGET"
+    RECV_TARGET = "RECV_TARGET"
+    SEND_RESULT = "SEND_RESULT"
+    RECV_RESULT = "RECV_RESULT"
+    SEND_SUM = "SEND_SUM"
+    RECV_SUM = "RECV_SUM"
     REDUCE = "REDUCE"
     STEP = "STEP"
 
@@ -68,6 +76,11 @@ class Kind(Enum):
     def is_message(self) -> bool:
         """Whether ops of this kind send or receive."""
         return self in MESSAGE_KINDS
+
+    @property
+    def is_crossing(self) -> bool:
+        """Whether messages of this kind go between the home of a replica's stage and a worker that computes for it."""
+        return self in CROSSING_KINDS
 
     @property
     def is_update(self) -> bool:
@@ -84,6 +97,7 @@ class Kind(Enum):
 COMPUTE_KINDS: Final = frozenset({Kind.F, Kind.I, Kind.W, Kind.B})
 UPDATE_KINDS: Final = frozenset({Kind.REDUCE, Kind.STEP})
 MESSAGE_KINDS: Final = frozenset(Kind) - COMPUTE_KINDS - UPDATE_KINDS
+CROSSING_KINDS: Final = MESSAGE_KINDS - {Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B, Kind.SEND_W, Kind.RECV_W}
 
 
 def refuse_size(stages: int, microbatches: int) -> str | None:
@@ -213,6 +227,15 @@ class Program:
         """Return the rank that computes a microbatch of a replica on a stage."""
         return self.routing.path_of[replica][microbatch][stage]
 
+    def rank_of(self, op: Op) -> int:
+        """Return the rank that runs an op of a microbatch: the one that computes it, or the home if the op is its end."""
+        return self.home_of(op) if op.kind in _AT_HOME else self.holder(op.replica, op.stage, op.microbatch)
+
+    def home_of(self, op: Op) -> int:
+        """Return the worker that has the parameters of an op's stage in the replica of its microbatch; -1 if it is lost."""
+        home = self.routing.workers[op.replica][op.stage]
+        return -1 if home is None else home
+
     def require_one_pipeline(self, user: str) -> None:
         """Refuse a program of several replicas where only one pipeline has a meaning.
 
@@ -280,6 +303,7 @@ class Program:
 
 
 _BACKWARD = frozenset({Kind.I, Kind.W, Kind.B})
+_AT_HOME = frozenset({Kind.SEND_INPUT, Kind.SEND_TARGET, Kind.RECV_RESULT, Kind.RECV_SUM})
 _NAME = re.compile(r"[A-Za-z0-9_.+-]+")
 _HEADER = re.compile(
     rf"schedule (?P<name>[A-Za-z0-9_.+-]+)(?: version=(?P<version>{NUMBER}))?"
@@ -291,7 +315,9 @@ _ROUTED_HEADER = re.compile(
 )
 _LANE_SUFFIX = "(?:@([a-z][a-z0-9_.-]*))?"
 _OP = re.compile(rf"({NUMBER})(SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B)({NUMBER}){_LANE_SUFFIX}")
-_ROUTED_OP = re.compile(rf"({NUMBER}):({NUMBER})((?:SEND|RECV)_[FBW]|F|I|W|B)({NUMBER}){_LANE_SUFFIX}")
+_ROUTED_OP = re.compile(
+    rf"({NUMBER}):({NUMBER})((?:SEND|RECV)_(?:[FBW]|INPUT|TARGET|RESULT|SUM)|F|I|W|B)({NUMBER}){_LANE_SUFFIX}"
+)
 _UPDATE = re.compile(rf"({NUMBER})(REDUCE|STEP)")
 
 

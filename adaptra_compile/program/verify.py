@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 
 from adaptra.errors import InvalidProgramError
 from adaptra.program import Kind, Op, Program
-from adaptra.program.dependencies import RULE, SENT_BY, WEIGHT_GRADIENT, needs, other_end
+from adaptra.program.dependencies import RULE, SENT_BY, WEIGHT_GRADIENT, Way, channel_of, crossings, needs, other_end
 from adaptra.program.lockstep import run_in_lockstep
 from adaptra.program.program import COMPUTE_KINDS
 
@@ -70,6 +70,12 @@ class Facts:
         """Return the text of one of the program's ops and of its position."""
         return f"{self.program.text_of(op)}, {self.places[op]}"
 
+    def missing(self, end: Op, other: Op, why: str) -> InvalidProgramError:
+        """Return the error of a message whose one end is missing, and why there is a message."""
+        rank, there = self.program.rank_of(end), self.places.get(other, "missing too")
+        text = f"{self.program.text_of(end)} is missing on {self.program.rank_word} {rank}: {why}; "
+        return self.error(f"{text}{self.program.text_of(other)} is {there}", rank)
+
     def error(self, text: str, at: Position | int) -> InvalidProgramError:
         """Return the error of a broken rule: the program's name and the text, with the op or the rank that it is about."""
         rank, number = (at, None) if isinstance(at, int) else (at.rank, at.number)
@@ -93,14 +99,14 @@ def verify(
     - On each rank and stage, a replica's F ops are in microbatch order. So are its I and B ops, and its W and B ops.
     - If the program has communication ops, every message between ranks has one SEND and one RECV of the same lane. There are no
       other communication ops.
+    - If it has messages of microbatches that workers of other replicas compute, it has all of them, each with both ends.
     - No op is a REDUCE or STEP, or each live worker has one of each per stage, behind the stage's last W.
     - No rank waits forever.
 
     Args:
         program: The program.
         ordered_channels: Whether to prove also that messages of every channel are received in the order in which they are
-            sent. A channel is (source rank, destination rank, forward, backward or accumulators). Transports that keep order
-            need this.
+            sent. A channel is (source rank, destination rank, forward, backward or bulk). Transports that keep order need this.
         hands_over: Whether workers hand over the accumulator of weight gradients, so that each W waits for the one before it.
         barrier: Whether every STEP waits for the REDUCE of all workers, not of its own stage alone.
         changing: The stages whose forwards change buffers. They run in microbatch order over all workers too, since the worker
@@ -149,9 +155,11 @@ def _stage_is_on_this_rank(program: Program, rank: int, op: Op) -> str | None:
     if op.kind.is_update:
         has_stage = op.stage in program.routing.stages_of(rank)
         return None if has_stage else f"{program.rank_word} {rank} does not have stage {op.stage}"
-    holder = program.holder(op.replica, op.stage, op.microbatch)
+    holder = program.rank_of(op)
     if holder == rank:
         return None
+    if op.kind.is_crossing and holder == program.home_of(op):
+        return f"the home of stage {op.stage} of replica {op.replica} is worker {holder}"
     if program.is_one_pipeline:
         return f"the placement puts stage {op.stage} on rank {holder}"
     return f"the route of microbatch {op.microbatch} of replica {op.replica} passes stage {op.stage} on worker {holder}"
@@ -168,16 +176,20 @@ def _lane_belongs_to_a_message(program: Program, rank: int, op: Op) -> str | Non
 
 
 def _message_crosses_ranks(program: Program, rank: int, op: Op) -> str | None:
-    if not op.kind.is_message:
-        return None
+    return _no_message_crosses(program, rank, op) if op.kind.is_message else None
+
+
+def _no_message_crosses(program: Program, rank: int, op: Op) -> str | None:
     end = other_end(op)
     if not 0 <= end.stage < program.stages:
         return f"there is no stage {end.stage} at the other end: stages are 0..{program.stages - 1}"
     if not 0 <= end.microbatch < program.microbatches:
         last = program.microbatches - 1
         return f"there is no microbatch {end.microbatch} at the other end: microbatches are 0..{last}"
-    if program.holder(end.replica, end.stage, end.microbatch) != rank:
+    if program.rank_of(end) != rank:
         return None
+    if op.kind.is_crossing:
+        return f"no message is needed: microbatch {op.microbatch} is computed at home, on worker {rank}"
     if end.stage != op.stage:
         return f"no message is needed: stages {op.stage} and {end.stage} are both on {program.rank_word} {rank}"
     return f"no message is needed: microbatches {op.microbatch} and {end.microbatch} are both on {program.rank_word} {rank}"
@@ -240,18 +252,28 @@ def _every_message_has_two_ends(facts: Facts) -> None:
         for send in _sends_of(facts, producer):
             for end, other in ((send, other_end(send)), (other_end(send), send)):
                 if end not in facts.places:
-                    rank = facts.program.holder(end.replica, end.stage, end.microbatch)
-                    there = facts.places.get(other, "missing too")
-                    where = f"{facts.program.rank_word} {rank}"
-                    missing, source, sent = map(facts.program.text_of, (end, producer, other))
-                    text = f"{missing} is missing on {where}: {source} has a message to send; {sent} is {there}"
-                    raise facts.error(text, rank)
+                    source = facts.program.text_of(producer)
+                    raise facts.missing(end, other, f"{source} has a message to send")
     for op, place in facts.places.items():
         if facts.forward_only and op.kind.is_message and op.kind not in (Kind.SEND_F, Kind.RECV_F):
             raise facts.error(f"{facts.text_of(op)}: expected no backward message, as no op computes a gradient", place)
         if not facts.hands_over and op.kind in (Kind.SEND_W, Kind.RECV_W):
             text = f"{facts.text_of(op)}: expected no accumulator to be handed over, as each worker adds up its own"
             raise facts.error(text, place)
+
+
+def _foreign_microbatches_have_their_messages(facts: Facts) -> None:
+    found = [op for op in facts.places if op.kind.is_crossing]
+    sends = crossings(facts.program, facts.hands_over) if found else ()
+    needed = {end: send for send in sends for end in (send, other_end(send))}
+    for end, send in needed.items():
+        if end not in facts.places:
+            where = facts.program.holder(send.replica, send.stage, send.microbatch)
+            microbatch = f"microbatch {send.microbatch} of replica {send.replica}"
+            raise facts.missing(end, other_end(end), f"worker {where} computes {microbatch} on stage {send.stage}")
+    for op in found:
+        if op not in needed:
+            raise facts.error(f"{facts.text_of(op)}: no such message is needed on stage {op.stage}", facts.places[op])
 
 
 def _sends_of(facts: Facts, producer: Op) -> Iterator[Op]:
@@ -302,22 +324,19 @@ def _lanes_agree(facts: Facts) -> None:
 
 
 def _channels_keep_their_order(facts: Facts) -> None:
-    sent: defaultdict[tuple[int, int, str], list[Op]] = defaultdict(list)
-    received: defaultdict[tuple[int, int, str], list[Op]] = defaultdict(list)
-    for op, place in facts.places.items():
-        if op.kind in _DIRECTION:
-            end = other_end(op)
-            peer = facts.program.holder(end.replica, end.stage, end.microbatch)
-            if op.kind in SENT_BY:
-                received[peer, place.rank, _DIRECTION[op.kind]].append(op)
-            else:
-                sent[place.rank, peer, _DIRECTION[op.kind]].append(op)
+    sent: defaultdict[tuple[int, int, Way], list[Op]] = defaultdict(list)
+    received: defaultdict[tuple[int, int, Way], list[Op]] = defaultdict(list)
+    for op in facts.places:
+        if op.kind in SENT_BY:
+            received[channel_of(other_end(op), facts.program)].append(op)
+        elif op.kind.is_message:
+            sent[channel_of(op, facts.program)].append(op)
     for channel, sends in sent.items():
         for number, (send, receive) in enumerate(zip(sends, received[channel], strict=True)):
             expected = other_end(receive)
             if send != expected:
                 raise facts.error(
-                    f"channel {channel[0]}→{channel[1]} {channel[2]}, message {number}: sent is {facts.text_of(send)}, "
+                    f"channel {channel[0]}→{channel[1]} {channel[2].value}, message {number}: sent is {facts.text_of(send)}, "
                     f"but received is {facts.text_of(receive)}, which {facts.text_of(expected)}, sends: "
                     f"expected messages to be received in the order in which they are sent",
                     facts.places[receive],
@@ -357,29 +376,27 @@ def _no_deadlock(facts: Facts) -> None:
 
 
 def _arrivals(facts: Facts) -> Mapping[int, list[Op]]:
-    """Return, per stage, the op before each worker's REDUCE, since a REDUCE begins when the last worker has come to it."""
+    """Return, per stage, what a REDUCE waits for, since it begins when the last worker has come to it.
+
+    That is the op before each worker's REDUCE, and both ends of the sums that these need.
+    """
     found: defaultdict[int, list[Op]] = defaultdict(list)
     for op, place in facts.places.items():
-        if op.kind is Kind.REDUCE and place.number > 0:
-            found[op.stage].append(facts.program.orders[place.rank][place.number - 1])
+        if op.kind is Kind.REDUCE:
+            found[op.stage] += facts.program.orders[place.rank][: place.number][-1:]
+            for receive in facts.needed(op):
+                found[op.stage] += [receive, other_end(receive)]
     return found
 
 
 _LANE: Final = re.compile(r"[a-z][a-z0-9_.-]*")
 _FORWARD_ONLY: Final = ({Kind.F},)
 _TRAINING: Final = ({Kind.F, Kind.I, Kind.W}, {Kind.F, Kind.B})
-_DIRECTION: Final = {
-    Kind.SEND_F: "forward",
-    Kind.RECV_F: "forward",
-    Kind.SEND_B: "backward",
-    Kind.RECV_B: "backward",
-    Kind.SEND_W: "accumulators",
-    Kind.RECV_W: "accumulators",
-}
 _SENT_AFTER: Final = {
-    producer: tuple(send for send in SENT_BY.values() if producer in RULE[send][0].kinds) for producer in COMPUTE_KINDS
+    producer: tuple(send for send in SENT_BY.values() if not send.is_crossing and producer in RULE[send][0].kinds)
+    for producer in COMPUTE_KINDS
 }
-"""The kinds of messages that each kind of compute op sends."""
+"""The kinds of messages to other stages or later microbatches that each kind of compute op sends."""
 _IN_ORDER: Final[dict[Kind, tuple[str, ...]]] = {
     Kind.F: ("forwards",),
     Kind.I: ("input gradients",),
@@ -401,6 +418,7 @@ PROGRAM_RULES: Final[tuple[Callable[[Facts], None], ...]] = (
     _every_microbatch_is_complete,
     _stages_keep_microbatch_order,
     _every_message_has_two_ends,
+    _foreign_microbatches_have_their_messages,
     _lanes_agree,
     _updates_stand_behind_gradients,
 )

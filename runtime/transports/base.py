@@ -86,7 +86,7 @@ class Purpose(Enum):
     INPUT = "inputs"
     """The inputs of a microbatch that another replica's worker computes."""
     TARGET = "targets"
-    """The targets of such a microbatch."""
+    """The targets of such a microbatch, and whether its home asks for the model's outputs."""
     RESULT = "results"
     """The results of such a microbatch, for its home replica."""
     ACCUMULATOR = "weight gradients so far"
@@ -103,18 +103,26 @@ class Purpose(Enum):
     """One of two messages of an activation's size over an edge that no microbatch takes, whose arrivals are measured."""
     MODEL_OUTPUTS = "model outputs"
     """A part of the outputs beside the loss, when their step has ended."""
-    OUTPUTS_ASKED = "wish for outputs"
-    """Whether the home of microbatches asks for the model's outputs, for the worker that computes them."""
+    SUM = "sum of weight gradients"
+    """A stage's sums of all microbatches, for their home."""
 
 
-PURPOSE_OF: Final = {Kind.SEND_F: Purpose.ACTIVATION, Kind.SEND_B: Purpose.GRADIENT, Kind.SEND_W: Purpose.ACCUMULATOR}
+PURPOSE_OF: Final = {
+    Kind.SEND_F: Purpose.ACTIVATION,
+    Kind.SEND_B: Purpose.GRADIENT,
+    Kind.SEND_W: Purpose.ACCUMULATOR,
+    Kind.SEND_INPUT: Purpose.INPUT,
+    Kind.SEND_TARGET: Purpose.TARGET,
+    Kind.SEND_RESULT: Purpose.RESULT,
+    Kind.SEND_SUM: Purpose.SUM,
+}
 """The purpose of the message that an op sends."""
 
 _SENT_BY: Final = {purpose: kind for kind, purpose in PURPOSE_OF.items()}
 _OF_EACH_MICROBATCH: Final = frozenset(
     (
         *(Purpose.OUTPUT, Purpose.INPUT_GRADIENT, Purpose.SHARED_GRADIENT),
-        *(Purpose.INPUT, Purpose.TARGET, Purpose.RESULT, Purpose.BUFFERS, Purpose.RANK_GRADIENTS),
+        *(Purpose.BUFFERS, Purpose.RANK_GRADIENTS),
     )
 )
 
@@ -165,17 +173,10 @@ class Identity:
                 return ChannelClass.BACKWARD if self.source < self.destination else ChannelClass.FORWARD
             case Purpose.MODEL_STATE | Purpose.MODEL_OUTPUTS:
                 return ChannelClass.BACKWARD if self.source < self.destination else ChannelClass.FORWARD
-            case Purpose.RANK_GRADIENTS | Purpose.RANK_SUMS:  # between ranks with several stages, activations go both ways
+            case Purpose.INPUT | Purpose.TARGET | Purpose.RESULT | Purpose.ACCUMULATOR | Purpose.SUM | Purpose.TERM:
                 return ChannelClass.BULK
-            case (
-                Purpose.INPUT
-                | Purpose.TARGET
-                | Purpose.OUTPUTS_ASKED
-                | Purpose.RESULT
-                | Purpose.ACCUMULATOR
-                | Purpose.TERM
-                | Purpose.RATE_PROBE
-            ):
+            case Purpose.RANK_GRADIENTS | Purpose.RANK_SUMS | Purpose.RATE_PROBE:
+                # Between ranks with several stages, activations go both ways.
                 return ChannelClass.BULK
 
     @property

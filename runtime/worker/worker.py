@@ -47,8 +47,8 @@ from adaptra.runtime.telemetry.start import agree_on_run
 from adaptra.runtime.worker.call_numbers import CallNumbers
 from adaptra.runtime.worker.last_steps import LastSteps
 from adaptra.runtime.worker.rank_values import RankValues
-from adaptra.runtime.worker.stages.foreign_microbatches import BatchShapes
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
+from adaptra.runtime.worker.step.program_messages import BatchShapes
 from adaptra.runtime.worker.step.rank_context import RankContext
 from adaptra.runtime.worker.step.rank_programs import RankPrograms
 from adaptra.runtime.worker.step.shapes import FIRST, StepShape

@@ -23,7 +23,6 @@ CLASSES = {
     "adaptra.runtime.step_messages.shared_gradients.Gradients": 18,
     "adaptra.runtime.transports.c10d.c10d.C10dTransport": 16,
     "adaptra.runtime.worker.stages.stage.TrainingStage": 18,
-    "adaptra.runtime.worker.step.executor.Executor": 18,
     "adaptra.runtime.worker.step.rank_programs.RankPrograms": 19,
     "adaptra.simulation.job_case.JobCase": 17,
 }

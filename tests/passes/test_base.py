@@ -63,7 +63,7 @@ def test_options_at_their_default_may_be_written() -> None:
         (
             "adapt",
             "pipeline 'adapt': column 1: pass 'adapt': "
-            "expected one of adapt-order, fuse-backward, insert-comm, lower-comm, split-backward",
+            "expected one of adapt-order, fuse-backward, insert-comm, insert-crossing, lower-comm, split-backward",
         ),
         (
             "split-backward,insert-comm{receives=soon}",

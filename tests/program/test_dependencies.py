@@ -63,6 +63,8 @@ def test_the_table_has_a_row_for_every_kind_and_its_tables_agree() -> None:
     for receive, send in SENT_BY.items():
         (row,) = RULE[receive]
         assert row.kinds == (send,)
+        if receive.is_crossing:
+            continue
         # A RECV points to the same neighbour as the need that it brings. An accumulator comes from the same stage.
         assert RECEIVED_BY.get(row.offset, Kind.RECV_W) is receive
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jobs import random_case, random_job_program
 
 from adaptra.errors import ScheduleError
-from adaptra.program import Program
+from adaptra.program import Kind, Program
 from adaptra.program.verify import verify
 from adaptra.simulation.period import with_updates
 
@@ -174,3 +174,132 @@ def test_an_accumulator_that_is_handed_over_has_two_ends() -> None:
     )
     within = [*messages[:3], messages[3].replace("1:1SEND_W0", "1:1SEND_W0 1:1RECV_W0")]
     assert "there is no microbatch -1 at the other end" in refusal(program(*within))
+
+
+CROSSING: tuple[str, ...] = (
+    "1:0RECV_INPUT1 0:0F0 0:0SEND_F0 0:0F1 0:0SEND_F1 1:0F1 1:0SEND_F1 0:0RECV_B0 0:0B0 0:0RECV_B1 0:0B1 "
+    "1:0RECV_B1 1:0RECV_W1 1:0B1 1:0SEND_SUM1 0REDUCE 0STEP",
+    "1:1RECV_TARGET0 1:1RECV_F0 1:1F0 1:1SEND_RESULT0 1:1B0 1:1SEND_B0 1:1SEND_W0 0:1RECV_F0 0:1F0 0:1B0 0:1SEND_B0 "
+    "0:1RECV_F1 0:1F1 0:1B1 0:1SEND_B1 1REDUCE 1STEP",
+    "1:0SEND_INPUT1 1:0F0 1:0SEND_F0 1:0RECV_B0 1:0B0 1:0SEND_W0 1:0RECV_SUM1 0REDUCE 0STEP",
+    "1:1SEND_TARGET0 1:1RECV_F1 1:1F1 1:1RECV_RESULT0 1:1RECV_W1 1:1B1 1:1SEND_B1 1REDUCE 1STEP",
+)
+"""Worker 0 computes microbatch 1 of replica 1 on stage 0, and worker 1 its microbatch 0 on stage 1."""
+
+
+def crossing(worker: int, old: str, new: str) -> Program:
+    head = HEAD.replace("route 1 0 by 2,3\nroute 1 1 by 2,1", "route 1 0 by 2,1\nroute 1 1 by 0,3")
+    orders = [order.replace(old, new) if number == worker else order for number, order in enumerate(CROSSING)]
+    assert orders[worker] != CROSSING[worker] or old == new
+    return Program.parse(head + "".join(f"{number}: {order.strip()}\n" for number, order in enumerate(orders)))
+
+
+def test_what_crosses_replicas_is_accepted_as_a_whole_or_not_at_all() -> None:
+    whole = crossing(0, "", "")
+    verify(whole)
+    verify(whole.only(frozenset(op.kind for order in whole.orders for op in order if not op.kind.is_crossing)))
+
+
+@pytest.mark.parametrize(
+    ("worker", "old", "new", "message"),
+    [
+        (
+            2,
+            "1:0SEND_INPUT1 ",
+            "",
+            "x: 1:0SEND_INPUT1 is missing on worker 2: worker 0 computes microbatch 1 of replica 1 on stage 0; "
+            "1:0RECV_INPUT1 is op 0 of worker 0",
+        ),
+        (
+            1,
+            "1:1RECV_TARGET0 ",
+            "",
+            "x: 1:1RECV_TARGET0 is missing on worker 1: worker 1 computes microbatch 0 of replica 1 on stage 1; "
+            "1:1SEND_TARGET0 is op 0 of worker 3",
+        ),
+        (
+            3,
+            " 1:1RECV_RESULT0",
+            "",
+            "x: 1:1RECV_RESULT0 is missing on worker 3: worker 1 computes microbatch 0 of replica 1 on stage 1; "
+            "1:1SEND_RESULT0 is op 3 of worker 1",
+        ),
+        (
+            0,
+            "1:0RECV_INPUT1",
+            "1:0RECV_INPUT1 1:0SEND_INPUT1",
+            "x: 1:0SEND_INPUT1, op 1 of worker 0: the home of stage 0 of replica 1 is worker 2",
+        ),
+        (
+            2,
+            "1:0SEND_INPUT1",
+            "1:0SEND_INPUT1 1:0SEND_INPUT0",
+            "x: 1:0SEND_INPUT0, op 1 of worker 2: no message is needed: microbatch 0 is computed at home, on worker 2",
+        ),
+        (
+            0,
+            "1:0RECV_INPUT1",
+            "1:0RECV_INPUT1 1:0RECV_TARGET1",
+            "x: 1:0RECV_TARGET1, op 1 of worker 0: no such message is needed on stage 0",
+        ),
+    ],
+)
+def test_a_crossing_message_is_refused_that_is_missing_or_has_no_use(worker: int, old: str, new: str, message: str) -> None:
+    assert refusal(crossing(worker, old, new)) == message
+
+
+def test_who_receives_its_inputs_too_late_waits_for_itself() -> None:
+    text = refusal(
+        crossing(
+            0,
+            "1:0RECV_INPUT1 0:0F0 0:0SEND_F0 0:0F1 0:0SEND_F1 1:0F1",
+            "0:0F0 0:0SEND_F0 0:0F1 0:0SEND_F1 1:0F1 1:0RECV_INPUT1",
+        )
+    )
+    assert text.startswith("x: deadlock: ")
+    assert "  worker 0: 1:0F1, op 4, waits for 1:0RECV_INPUT1, op 5 of worker 0, behind it" in text
+
+
+def test_homes_that_give_their_batch_away_too_late_wait_for_each_other() -> None:
+    """Each computes for the other first, and has not yet sent what the other one needs."""
+    order = (
+        "{1}:0RECV_INPUT0 {1}:0RECV_TARGET0 {0}:0SEND_INPUT0 {1}:0F0 {1}:0SEND_RESULT0 {1}:0B0 {1}:0SEND_SUM0 "
+        "{0}:0SEND_TARGET0 {0}:0RECV_RESULT0 {0}:0RECV_SUM0\n"
+    )
+    text = "schedule x version=2 stages=1 microbatches=1\nworkers 0 1\nroute 0 0 by 1\nroute 1 0 by 0\n"
+    text += f"0: {order.format(0, 1)}1: {order.format(1, 0)}"
+    shown = refusal(Program.parse(text), ordered_channels=False)
+    assert shown.startswith("x: deadlock: 2 of 2 workers wait forever\n")
+    assert "  worker 0: 1:0F0, op 3, waits for 1:0SEND_TARGET0, op 7 of worker 1" in shown
+
+
+def test_results_and_accumulators_share_a_channel() -> None:
+    """Worker 1 sends the results of microbatch 0 before its accumulator, but worker 3 receives them at the end."""
+    late = crossing(3, "1:1RECV_RESULT0 1:1RECV_W1 1:1B1", "1:1RECV_W1 1:1B1 1:1RECV_RESULT0")
+    verify(late, ordered_channels=False)
+    assert refusal(late).startswith(
+        "x: channel 1→3 bulk, message 0: sent is 1:1SEND_RESULT0, op 3 of worker 1, but received is 1:1RECV_W1"
+    )
+
+
+def test_a_sum_that_is_sent_behind_the_reduce_that_needs_it_is_a_deadlock() -> None:
+    """The REDUCE of worker 0 waits for that of worker 2, which has not got the sum of its replica."""
+    text = refusal(crossing(0, "1:0SEND_SUM1 0REDUCE", "0REDUCE 1:0SEND_SUM1"))
+    assert text.startswith("x: deadlock: ")
+    assert "  worker 0: 0REDUCE, op 14, waits for 1:0SEND_SUM1, op 15 of worker 0, behind it" in text
+
+
+def test_no_sum_comes_home_where_each_worker_adds_up_its_own() -> None:
+    whole = crossing(0, "", "")
+    kept = whole.only(frozenset(Kind) - {Kind.SEND_W, Kind.RECV_W})
+    assert refusal(kept, hands_over=False) == "x: 1:0SEND_SUM1, op 13 of worker 0: no such message is needed on stage 0"
+    verify(kept.only(frozenset(Kind) - {Kind.SEND_SUM, Kind.RECV_SUM}), hands_over=False)
+
+
+def test_inputs_and_accumulators_share_a_channel() -> None:
+    """Worker 2 gives worker 0 the accumulator of microbatch 0 before the inputs of microbatch 1, which are needed first."""
+    before = "1:0F0 1:0SEND_F0 1:0RECV_B0 1:0B0 1:0SEND_W0"
+    late = crossing(2, f"1:0SEND_INPUT1 {before}", f"{before} 1:0SEND_INPUT1")
+    assert refusal(late).startswith(
+        "x: channel 2→0 bulk, message 0: sent is 1:0SEND_W0, op 4 of worker 2, but received is 1:0RECV_INPUT1, op 0 of worker 0"
+    )

@@ -15,9 +15,8 @@ from adaptra.program.verify import verify
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.transports.base import Transport
-from adaptra.runtime.worker.stages.foreign_microbatches import BatchShapes
 from adaptra.runtime.worker.step.executor import Executor
-from adaptra.runtime.worker.step.program_messages import MessageShapes
+from adaptra.runtime.worker.step.program_messages import BatchShapes, MessageShapes
 
 SPEC = (TensorSpec((1,), torch.float32),)
 SHAPES = MessageShapes(SPEC, SPEC, SPEC)

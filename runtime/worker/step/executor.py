@@ -10,6 +10,8 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 import torch
@@ -21,11 +23,32 @@ from adaptra.program import Kind, Op, Program
 from adaptra.runtime.devices.device_clock import Mark
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.measuring.monitor import Monitor
-from adaptra.runtime.transports.base import Purpose, Transport
+from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.stages.buffer_hand_over import BufferHandOver
-from adaptra.runtime.worker.stages.foreign_microbatches import BatchShapes, ForeignMicrobatches
 from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
-from adaptra.runtime.worker.step.program_messages import MessageShapes, ProgramMessages
+from adaptra.runtime.worker.step.program_messages import BatchShapes, MessageShapes, ProgramMessages
+
+
+@dataclass(slots=True)
+class _Step:
+    """What one step is given and what it has found; see :meth:`Executor.run`.
+
+    Attributes:
+        number: The step's number.
+        inputs, targets, on_message, on_results, asks, on_asked: As the executor is given them.
+        unasked: The other replicas of which it is not known whether they ask for outputs.
+        results: The results of this rank's replica so far, per microbatch.
+    """
+
+    number: int
+    inputs: Sequence[Sequence[Tensor]]
+    targets: Sequence[Sequence[Tensor]]
+    on_message: Callable[[int], None] | None
+    on_results: Callable[[dict[int, tuple[Tensor, ...]]], None] | None
+    asks: bool
+    on_asked: Callable[[int], None] | None
+    unasked: set[int]
+    results: dict[int, tuple[Tensor, ...]] = field(default_factory=dict[int, tuple[Tensor, ...]])
 
 
 class Executor:
@@ -65,25 +88,19 @@ class Executor:
         # Whoever gives a program with other ops than F gives stages that train.
         self._stages = cast("Mapping[tuple[int, int], Stage]", stages)
         self._home = program.routing.replica_of(rank)
-        self._messages = ProgramMessages(program, rank, shapes, transport, monitor, timeout, shape)
-        weights = [one.weights for one in shapes]
-        self._foreign = ForeignMicrobatches(program, rank, batch, weights, transport, timeout)
+        self._messages = ProgramMessages(program, rank, shapes, batch, transport, monitor, timeout, shape)
+        self._at_end = [op for op in self._order if op.kind in (Kind.RECV_RESULT, Kind.RECV_SUM)]
         self._buffers = BufferHandOver(program, rank, [one.buffers for one in shapes], transport, timeout)
         self._pacing = pacing
         self._monitor = monitor
         self._mark = mark
         self._last = program.stages - 1
-        self._step = -1
-        self._on_message: Callable[[int], None] | None = None
-        self._on_results: Callable[[dict[int, tuple[Tensor, ...]]], None] | None = None
-        self._on_asked: Callable[[int], None] | None = None
-        self._results: dict[int, tuple[Tensor, ...]] = {}
         self._values: dict[Op, tuple[Tensor, ...]] = {}
 
     @property
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
         """The number of receive buffers that the program needs at a time, per source rank and message."""
-        return Counter(self._messages.receive_counts) + self._foreign.receive_counts + self._buffers.receive_counts
+        return Counter(self._messages.receive_counts) + self._buffers.receive_counts
 
     @property
     def heard(self) -> frozenset[int]:
@@ -121,115 +138,137 @@ class Executor:
             TransportError: A message could not be exchanged; names its edge.
             Exception: An error of the user's model, with a note of rank, op and step.
         """
-        self._step = step
-        self._on_message = on_message
-        self._on_results = on_results
-        self._on_asked = on_asked
-        self._results = {}
+        others = set(range(self.program.replicas)) - {self._home}
+        now = _Step(step, inputs, targets, on_message, on_results, asks, on_asked, others)
         self._messages.begin_step(step)
-        self._foreign.begin_step(step, inputs, targets, asks=asks)
         self._buffers.begin_step(step, self._stages)
         self._monitor.ready(self._mark())
         for op in self._order:
             try:
-                self._execute(op, inputs, targets)
+                self._execute(op, now)
             except Exception as error:
                 error.add_note(f"in step {step}: rank {self._rank} at {op}")
                 raise
-        self._foreign.end_step(self._stages, self._found)
+        for receive in self._at_end:
+            self._messages.use_at_end(receive, partial(self._end, now, receive))
         self._buffers.end_step(self._stages)
-        return self._results
+        return now.results
 
-    def _execute(self, op: Op, inputs: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]) -> None:
+    def _execute(self, op: Op, now: _Step) -> None:
         stage, microbatch = op.stage, op.microbatch
         match op.kind:
             case Kind.F:
-                self._forward(op, inputs, targets)
+                self._forward(op, now)
             case Kind.I | Kind.B:
-                grad_outputs = () if stage == self._last else self._take(op, +1)
+                grad_outputs = () if stage == self._last else self._take(op, +1, now)
                 if op.kind is Kind.B:
                     self._take_over_sums(op)
                 started = time.monotonic(), self._mark()
                 with named(op):
                     grad_inputs = self._stages[op.replica, stage].input_grad(microbatch, grad_outputs)
                     if op.kind is Kind.B:
-                        self._weight_grad(op, started[0])
-                self._finish(op, started)
+                        self._weight_grad(op, now.number, started[0])
+                self._finish(op, now.number, started)
                 if stage > 0:
                     self._values[_made_by(Kind.I, op, stage)] = grad_inputs
             case Kind.W:
                 self._take_over_sums(op)
                 started = time.monotonic(), self._mark()
                 with named(op):
-                    self._weight_grad(op, started[0])
-                self._finish(op, started)
-            case Kind.SEND_F | Kind.SEND_B | Kind.SEND_W:
+                    self._weight_grad(op, now.number, started[0])
+                self._finish(op, now.number, started)
+            case Kind.SEND_F | Kind.SEND_B | Kind.SEND_W | Kind.SEND_RESULT | Kind.SEND_SUM:
                 with named(op):
                     self._messages.send(op, self._sent(op))
-            case Kind.RECV_F | Kind.RECV_B | Kind.RECV_W:
+            case Kind.SEND_INPUT:
+                with named(op):
+                    self._messages.send(op, tuple(now.inputs[microbatch]))
+            case Kind.SEND_TARGET:
+                with named(op):
+                    given = now.targets[microbatch]
+                    device = given[0].device if given else None  # kernels pack what lies together
+                    asks = torch.full((1,), now.asks, dtype=torch.uint8, device=device)
+                    self._messages.send(op, (*given, asks))
+            case (
+                Kind.RECV_F | Kind.RECV_B | Kind.RECV_W | Kind.RECV_INPUT | Kind.RECV_TARGET | Kind.RECV_RESULT | Kind.RECV_SUM
+            ):
                 self._messages.post(op)
             case Kind.REDUCE | Kind.STEP:
                 pass  # the worker adds up gradients when its order has ended, and the user's optimizer makes the update
 
-    def _forward(self, op: Op, inputs: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]) -> None:
-        given = self._of_batch(Purpose.INPUT, op, inputs) if op.stage == 0 else self._take(op, -1)
-        wanted = self._of_batch(Purpose.TARGET, op, targets) if op.stage == self._last else ()
-        if op.stage == self._last and self._foreign.first_asked(op) and self._on_asked is not None:
-            self._on_asked(op.replica)
+    def _forward(self, op: Op, now: _Step) -> None:
+        given = self._inputs_of(op, now) if op.stage == 0 else self._take(op, -1, now)
+        wanted = self._targets_of(op, now) if op.stage == self._last else ()
         self._buffers.before_forward(op, self._stages)
         started = time.monotonic(), self._mark()
         with named(op):
-            outputs = self._stages[op.replica, op.stage].forward(self._step, op.microbatch, given, wanted)
-        self._finish(op, started)
+            outputs = self._stages[op.replica, op.stage].forward(now.number, op.microbatch, given, wanted)
+        self._finish(op, now.number, started)
         self._buffers.after_forward(op, self._stages)
-        if op.stage < self._last:
-            self._values[op] = outputs
-        elif op.replica == self._home:
-            self._found(op.microbatch, outputs)
+        if op.stage == self._last and op.replica == self._home:
+            self._found(now, op.microbatch, outputs)
         else:
-            self._foreign.keep(op, outputs)
+            self._values[op] = outputs
 
     def _sent(self, op: Op) -> tuple[Tensor, ...]:
         """Return what a send carries away."""
-        if op.kind is Kind.SEND_W:
+        if op.kind in (Kind.SEND_W, Kind.SEND_SUM):
             return self._stages[op.replica, op.stage].hand_over()
-        return self._values.pop(_made_by(Kind.F if op.kind is Kind.SEND_F else Kind.I, op, op.stage))
+        return self._values.pop(_made_by(Kind.I if op.kind is Kind.SEND_B else Kind.F, op, op.stage))
 
-    def _weight_grad(self, op: Op, at: float) -> None:
+    def _end(self, now: _Step, receive: Op, tensors: tuple[Tensor, ...]) -> None:
+        """Take what a worker of another replica has computed for this rank."""
+        if receive.kind is Kind.RECV_SUM:
+            self._stages[receive.replica, receive.stage].take_over(tensors)
+        else:
+            self._found(now, receive.microbatch, tuple(one.clone() for one in tensors))
+
+    def _weight_grad(self, op: Op, step: int, at: float) -> None:
         """Run W, or the W of a B. An emulated device computes its gradients one after the other too."""
         stage = self._stages[op.replica, op.stage]
-        stage.weight_grad(op.microbatch, lambda share: self._pacing.pad_part(op.stage, op.kind, self._step, at, share))
+        stage.weight_grad(op.microbatch, lambda share: self._pacing.pad_part(op.stage, op.kind, step, at, share))
 
-    def _finish(self, op: Op, started: tuple[float, Mark]) -> None:
+    def _finish(self, op: Op, step: int, started: tuple[float, Mark]) -> None:
         at, mark = started
-        self._pacing.pad(op.stage, op.kind, self._step, at)
+        self._pacing.pad(op.stage, op.kind, step, at)
         self._monitor.op(op, mark, self._mark())
         self._messages.release_after(op)
-        if op.kind is not Kind.F and op.kind is not Kind.I:
-            self._foreign.release_after(op)
 
     def _take_over_sums(self, op: Op) -> None:
         """Wait for the sums of another worker, if that one has computed the microbatch before. The wait is no part of W."""
-        sums = self._messages.take_weights(op)
+        sums = self._messages.take_if_sent(Kind.RECV_W, op)
         if sums is not None:
             self._stages[op.replica, op.stage].take_over(sums)
 
-    def _of_batch(self, purpose: Purpose, op: Op, own: Sequence[Sequence[Tensor]]) -> Sequence[Tensor]:
-        """Return an F's part of the batch: of this rank's replica, or from another one."""
-        return own[op.microbatch] if op.replica == self._home else self._foreign.take(purpose, op)
+    def _inputs_of(self, op: Op, now: _Step) -> Sequence[Tensor]:
+        """Return an F's inputs: of this rank's replica, or from another one."""
+        sent = self._messages.take_if_sent(Kind.RECV_INPUT, op)
+        return now.inputs[op.microbatch] if sent is None else sent
 
-    def _found(self, microbatch: int, results: tuple[Tensor, ...]) -> None:
+    def _targets_of(self, op: Op, now: _Step) -> Sequence[Tensor]:
+        """Return an F's targets, once it is known whether another replica asks for outputs."""
+        sent = self._messages.take_if_sent(Kind.RECV_TARGET, op)
+        if sent is None:
+            return now.targets[op.microbatch]
+        *targets, asks = sent
+        if op.replica in now.unasked:
+            now.unasked.remove(op.replica)
+            if now.on_asked is not None and asks.item():
+                now.on_asked(op.replica)
+        return targets
+
+    def _found(self, now: _Step, microbatch: int, results: tuple[Tensor, ...]) -> None:
         """Take the results of a microbatch of this rank's replica."""
-        self._results[microbatch] = results
-        if self._on_results is not None and len(self._results) == self.program.microbatches:
-            self._on_results(self._results)
+        now.results[microbatch] = results
+        if now.on_results is not None and len(now.results) == self.program.microbatches:
+            now.on_results(now.results)
 
-    def _take(self, op: Op, offset: int) -> tuple[Tensor, ...]:
+    def _take(self, op: Op, offset: int, now: _Step) -> tuple[Tensor, ...]:
         """Return the neighbouring stage's result for ``op``: from this rank if it was computed here, else from its message."""
         neighbour = op.stage + offset
         if self.program.holder(op.replica, neighbour, op.microbatch) == self._rank:
             return self._values.pop(_made_by(Kind.F if offset < 0 else Kind.I, op, neighbour))
-        return self._messages.take(op, offset, self._on_message)
+        return self._messages.take(op, offset, now.on_message)
 
 
 def _made_by(kind: Kind, op: Op, stage: int) -> Op:

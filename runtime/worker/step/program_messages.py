@@ -11,14 +11,34 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
+from typing import Final
 
+import torch
 from torch import Tensor
 
-from adaptra.graph.ops.specs import MessageSpec
+from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import RECEIVED_BY, RULE, SENT_BY, other_end, peer_stage
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.transports.base import PURPOSE_OF, Identity, MessageLayout, Pending, Transport, layout_of
+
+_ASKED: Final = TensorSpec((1,), torch.uint8)
+"""Says beside the targets whether a replica asks for outputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchShapes:
+    """The tensors of one microbatch.
+
+    Attributes:
+        inputs: The model's inputs, as the first stage takes them.
+        targets: The loss's targets, as the last stage takes them.
+        results: What the last stage returns.
+    """
+
+    inputs: MessageSpec = ()
+    targets: MessageSpec = ()
+    results: MessageSpec = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +73,7 @@ class ProgramMessages:
         program: A lowered program.
         rank: This rank.
         shapes: The messages of every stage of the pipeline, by stage index.
+        batch: The tensors of a microbatch's inputs, targets and results.
         transport: Carries the messages.
         monitor: Records waits and messages.
         timeout: Seconds an op waits for a message before the step fails.
@@ -68,6 +89,7 @@ class ProgramMessages:
         program: Program,
         rank: int,
         shapes: Sequence[MessageShapes],
+        batch: BatchShapes,
         transport: Transport,
         monitor: Monitor,
         timeout: float,
@@ -75,9 +97,9 @@ class ProgramMessages:
     ) -> None:
         order = program.orders[rank]
         self._program = program
-        self._is_one_pipeline = program.is_one_pipeline
         self._rank = rank
         self._shapes = shapes
+        self._batch = batch
         self._transport = transport
         self._monitor = monitor
         self._timeout = timeout
@@ -97,12 +119,12 @@ class ProgramMessages:
     def post(self, op: Op) -> None:
         """Post the receive of a RECV."""
         sent = other_end(op)
-        self._receives[op] = self._transport.receive(self._holder(sent), self._identity(sent, op))
+        self._receives[op] = self._transport.receive(self._program.rank_of(sent), self._identity(sent, op))
 
     def send(self, op: Op, tensors: tuple[Tensor, ...]) -> None:
         """Send the message of a SEND."""
         received = other_end(op)
-        self._transport.send(self._holder(received), self._identity(op, received), tensors)
+        self._transport.send(self._program.rank_of(received), self._identity(op, received), tensors)
 
     def take(self, op: Op, offset: int, on_message: Callable[[int], None] | None = None) -> tuple[Tensor, ...]:
         """Wait for the message from the stage at this offset that a compute op needs, and return its tensors.
@@ -139,28 +161,38 @@ class ProgramMessages:
                 on_message(op.stage + offset)
         self._keep(op, pending)
         if (ahead := self._preposted_after.get(receive)) is not None:
-            self._transport.stand_by(self._holder(other_end(receive)), pending.identity, ahead)
+            self._transport.stand_by(self._program.rank_of(other_end(receive)), pending.identity, ahead)
         return tensors
 
     def _is_at_home(self, receive: Op) -> bool:
         """Return whether a message goes between two workers of its microbatch's replica, as all do in one pipeline."""
-        if self._is_one_pipeline:
+        if self._program.is_one_pipeline:
             return True
         home_of = self._program.routing.replica_of
-        return all(home_of(worker) == receive.replica for worker in (self._rank, self._holder(other_end(receive))))
+        return all(home_of(worker) == receive.replica for worker in (self._rank, self._program.rank_of(other_end(receive))))
 
-    def take_weights(self, op: Op) -> tuple[Tensor, ...] | None:
-        """Wait for the sums of weight gradients that a W continues, or return None if they are on this rank.
+    def take_if_sent(self, kind: Kind, op: Op) -> tuple[Tensor, ...] | None:
+        """Wait for what a RECV of this kind brings for a compute op, or return None if its program has no such RECV.
 
         Raises:
-            TransportError: They could not be exchanged, or not within the timeout.
+            TransportError: It could not be exchanged, or not within the timeout.
         """
-        pending = self._receives.pop(Op(op.stage, Kind.RECV_W, op.microbatch, None, op.replica), None)
+        pending = self._receives.pop(Op(op.stage, kind, op.microbatch, None, op.replica), None)
         if pending is None:
             return None
         tensors = pending.wait(self._timeout)
         self._keep(op, pending)
         return tensors
+
+    def use_at_end(self, receive: Op, use: Callable[[tuple[Tensor, ...]], None]) -> None:
+        """Wait for a message that no compute op of this rank needs, use its tensors, and release them.
+
+        Raises:
+            TransportError: It could not be exchanged, or not within the timeout.
+        """
+        pending = self._receives.pop(receive)
+        use(pending.wait(self._timeout))
+        self._transport.release(pending)
 
     def _keep(self, op: Op, pending: Pending) -> None:
         self._kept.setdefault((op.replica, op.stage, op.microbatch), []).append(pending)
@@ -226,7 +258,7 @@ class ProgramMessages:
 
     def _buffer_of(self, receive: Op) -> tuple[int, MessageSpec]:
         sent = other_end(receive)
-        return self._holder(sent), self._spec(sent)
+        return self._program.rank_of(sent), self._spec(sent)
 
     def _preposting(self, order: Sequence[Op]) -> dict[Op, int]:
         """Return for the last message of each channel the number of receives that the order posts before its first op."""
@@ -242,16 +274,12 @@ class ProgramMessages:
                 if offset == 0 or not 0 <= op.stage + offset < self._program.stages:
                     continue
                 receive = Op(op.stage, RECEIVED_BY[offset], op.microbatch, None, op.replica)
-                if self._holder(other_end(receive)) != self._rank:
+                if self._program.rank_of(other_end(receive)) != self._rank:
                     yield receive
 
     def _channel_of(self, receive: Op) -> tuple[int, Kind]:
         sent = other_end(receive)
-        return self._holder(sent), sent.kind
-
-    def _holder(self, op: Op) -> int:
-        """Return the rank of an op."""
-        return self._program.holder(op.replica, op.stage, op.microbatch)
+        return self._program.rank_of(sent), sent.kind
 
     def _identity(self, sent: Op, received: Op) -> Identity:
         purpose, spec = PURPOSE_OF[sent.kind], self._spec(sent)
@@ -265,5 +293,11 @@ class ProgramMessages:
                 return shapes.of(sent.microbatch)[0]
             case Kind.SEND_B:
                 return shapes.of(sent.microbatch)[1]
+            case Kind.SEND_INPUT:
+                return self._batch.inputs
+            case Kind.SEND_TARGET:
+                return (*self._batch.targets, _ASKED)
+            case Kind.SEND_RESULT:
+                return self._batch.results
             case _:
                 return shapes.weights

@@ -14,6 +14,7 @@ from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.graph.round_messages import round_edges
 from adaptra.passes.insert_comm import InsertComm
+from adaptra.passes.insert_crossing import InsertCrossing
 from adaptra.passes.lower_comm import LowerComm
 from adaptra.planning.least_memory import plan_least_memory
 from adaptra.planning.planner import plan as search
@@ -26,10 +27,9 @@ from adaptra.runtime.devices.device_clock import OpClock
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.transports.base import Transport
-from adaptra.runtime.worker.stages.foreign_microbatches import BatchShapes
 from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
 from adaptra.runtime.worker.step.executor import Executor
-from adaptra.runtime.worker.step.program_messages import MessageShapes
+from adaptra.runtime.worker.step.program_messages import BatchShapes, MessageShapes
 from adaptra.runtime.worker.step.shapes import FIRST, RankShape, StepShape
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.period import simulate_alike
@@ -309,14 +309,14 @@ class RankPrograms:
         return shape.messages(of)
 
     def _lower(self, plan: Plan, program: Program) -> Program:
-        """Insert SEND and RECV for this transport, and put those of delegated edges on their lane.
+        """Insert SEND and RECV for this transport, put those of delegated edges on their lane, and add what crosses replicas.
 
         Without a loss there is no measurement and no new plan, so receives are posted early enough for any delay.
         """
         ahead = None if self._with_loss else program.microbatches
         lowered = InsertComm.for_contract(self._transport.contract, ahead).apply(program, plan.case.cost)
         slow = plan.delegated if lowered.is_one_pipeline else _links_over(lowered, plan.delegated)
-        return LowerComm(slow=slow).apply(lowered, plan.case.cost)
+        return InsertCrossing().apply(LowerComm(slow=slow).apply(lowered, plan.case.cost), plan.case.cost)
 
 
 def _links_over(lowered: Program, edges: Edges) -> Edges:

@@ -16,7 +16,7 @@ from pair_of_stages import SHAPES, SOON, WITH_BUFFERS, Doubling, routed_executor
 from torch import Tensor
 
 from adaptra.errors import ScheduleError
-from adaptra.passes.insert_comm import InsertComm
+from adaptra.passes import InsertComm, InsertCrossing
 from adaptra.program import Program
 from adaptra.program.verify import verify
 from adaptra.runtime.measuring.measurement import ReduceTimes
@@ -38,9 +38,15 @@ def job_program(seed: int) -> Program:
     case = replace(case, replicas=max(2, case.replicas), lost=frozenset(), slow={}, hands_over=True)
     program = random_job_program(case, seed)
     receives = "late" if seed % 2 else "ahead"
-    program = InsertComm(receives).apply(program, CostModel.uniform(program.stages, 1.0, 1.0, 1.0))
+    program = with_messages(program, receives)
     verify(program)
     return program
+
+
+def with_messages(program: Program, receives: str) -> Program:
+    """The program with all its messages."""
+    cost = CostModel.uniform(program.stages, 1.0, 1.0, 1.0)
+    return InsertCrossing().apply(InsertComm(receives).apply(program, cost), cost)
 
 
 def numbers(program: Program, salt: int) -> dict[int, list[tuple[Tensor]]]:
@@ -146,7 +152,7 @@ def test_a_wait_for_another_workers_sums_is_no_part_of_w() -> None:
         "schedule shared version=2 stages=1 microbatches=2\nworkers 0 1\nroute 0 0 by 1\nroute 0 1 by 0\nroute 1 0-1 by 1\n"
         "0: 0:0F1 0:0I1 0:0W1 0REDUCE 0STEP\n1: 0:0F0 0:0I0 0:0W0 1:0F0 1:0I0 1:0W0 1:0F1 1:0I1 1:0W1 0REDUCE 0STEP\n"
     )
-    program = InsertComm("ahead").apply(shared, CostModel.uniform(1, 1.0, 1.0, 1.0))
+    program = with_messages(shared, "ahead")
     hub, monitor = LocalHub(2), Monitor(0, (0,))
     home = routed_executor(program, 0, hub.transport(0), {(0, 0): Doubling(last=True)}, monitor=monitor)
     other: dict[tuple[int, int], Doubling] = {(0, 0): Late(last=True), (1, 0): Doubling(last=True)}
@@ -171,7 +177,7 @@ def test_what_the_first_op_waits_for_counts_from_another_replica_too() -> None:
         "0: 0:0F0 0:0F1 0:0B0 0:0B1 0REDUCE 0STEP\n1: 1:1F0 1:1B0 0:1F0 0:1B0 0:1F1 0:1B1 1REDUCE 1STEP\n"
         "2: 1:0F0 1:0F1 1:0B0 1:0B1 0REDUCE 0STEP\n3: 1:1F1 1:1B1 1REDUCE 1STEP\n"
     )
-    program = InsertComm("ahead").apply(rerouted, CostModel.uniform(2, 1.0, 1.0, 1.0))
+    program = with_messages(rerouted, "ahead")
     inputs, targets, monitor = numbers(program, 0), numbers(program, 1), Monitor(1, (0, 1))
 
     def step(number: int, *, is_last: bool) -> None:

@@ -1,0 +1,132 @@
+"""The pass ``insert-crossing``: adds what crosses replicas where a worker of one computes microbatches of another.
+
+The home of a replica has its batch and gets its results. So inputs and targets of such a microbatch travel to the worker that
+computes it on the first and the last stage. Results travel back. So does the accumulator of a stage whose last microbatch
+another worker computes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
+
+from adaptra.errors import PassError
+from adaptra.passes.base import Pass, Word, option
+from adaptra.program import Kind, Op, Program
+from adaptra.program.dependencies import SENT_BY, Way, channel_of, crossings, needs, other_end
+from adaptra.simulation.cost import CostModel
+
+
+@dataclass(frozen=True)
+class InsertCrossing(Pass):
+    """Add SEND and RECV of what crosses replicas. Compute ops and SEND ops keep their order.
+
+    Inputs and targets are received and sent at the start of the step, the inputs first. Results are sent behind their F, and
+    sums behind the last W. Both are received before the stage's REDUCE at home, or at the end of the order.
+
+    Guarantees: messages of a channel are received in the order in which they are sent. Where a message overtakes those that
+    were there before, their RECV moves to an earlier position. A program in which every worker computes for its own replica
+    stays as it is.
+
+    Refuses: a program that has such messages already, or lacks its other messages.
+
+    Attributes:
+        fold: ``handover``, or ``contributions`` if each worker adds up its own weight gradients.
+    """
+
+    name: ClassVar[str] = "insert-crossing"
+    fold: str = option("handover", Word("handover|contributions", "handover or contributions"))
+
+    @property
+    def uses_cost(self) -> bool:
+        """False: no time decides anything."""
+        return False
+
+    def apply(self, program: Program, cost: CostModel) -> Program:
+        """Return the program with its crossing messages. ``cost`` is not used."""
+        if any(op.kind.is_crossing for order in program.orders for op in order):
+            raise PassError(f"{self}: {program.name} has messages of foreign microbatches already: expected none")
+        sends = list(crossings(program, self.fold == "handover"))
+        if sends and not program.is_lowered and _implies_messages(program, self.fold == "handover"):
+            raise PassError(f"{self}: {program.name} lacks the messages between its ranks: run insert-comm first")
+        return _with_messages(program, sends) if sends else program
+
+
+class _Placed(NamedTuple):
+    """A message of a channel: where its source sends it, and the last position for its RECV."""
+
+    sent: tuple[int, int]
+    latest: int
+    receive: Op
+
+
+def _implies_messages(program: Program, hands_over: bool) -> bool:
+    return any(
+        program.holder(need.replica, need.stage, need.microbatch) != rank
+        for rank, order in enumerate(program.orders)
+        for op in order
+        for need in needs(op, program, lowered=False, hands_over=hands_over)
+    )
+
+
+def _with_messages(program: Program, sends: Sequence[Op]) -> Program:
+    places = {op: (rank, number) for rank, order in enumerate(program.orders) for number, op in enumerate(order)}
+    channels = _channels(program, sends, places)
+    sent_behind: defaultdict[tuple[int, int], list[Op]] = defaultdict(list)
+    for send in sends:
+        sent_behind[program.rank_of(send), _behind(send, program, places)].append(send)
+    received_before: defaultdict[tuple[int, int], list[Op]] = defaultdict(list)
+    moved: set[Op] = set()
+    for (_, rank, _), messages in sorted(channels.items(), key=lambda item: (*item[0][:2], item[0][2].value)):
+        positions: list[int] = []
+        for message in reversed(messages):
+            positions.append(min(message.latest, positions[-1]) if positions else message.latest)
+        for position, message in zip(reversed(positions), messages, strict=True):
+            received_before[rank, position].append(message.receive)
+            moved.add(message.receive)
+    orders: list[tuple[Op, ...]] = []
+    for rank, order in enumerate(program.orders):
+        made: list[Op] = []
+        for number in range(-1, len(order) + 1):
+            made += received_before[rank, number]
+            if 0 <= number < len(order) and order[number] not in moved:
+                made.append(order[number])
+            made += sent_behind[rank, number]
+        orders.append(tuple(made))
+    return replace(program, orders=tuple(orders))
+
+
+def _behind(send: Op, program: Program, places: Mapping[Op, tuple[int, int]]) -> int:
+    """Return the position of the op behind which a SEND goes: its producer, or the last SEND right behind that; -1 without."""
+    for need in needs(send, program, lowered=True):
+        rank, number = next(places[op] for op in need.ops if op in places)
+        order = program.orders[rank]
+        while number + 1 < len(order) and order[number + 1].kind in SENT_BY.values():
+            number += 1
+        return number
+    return -1
+
+
+def _before(receive: Op, program: Program, places: Mapping[Op, tuple[int, int]]) -> int:
+    """Return the position of the op before which a RECV goes at the latest; -1 at the start, and else the end."""
+    if receive.kind in (Kind.RECV_INPUT, Kind.RECV_TARGET):
+        return -1
+    reduce = Op(receive.stage, Kind.REDUCE, 0, None, receive.replica)
+    return places[reduce][1] if reduce in places else len(program.orders[program.rank_of(receive)])
+
+
+def _channels(
+    program: Program, sends: Sequence[Op], places: Mapping[Op, tuple[int, int]]
+) -> Mapping[tuple[int, int, Way], list[_Placed]]:
+    """Return the messages of each channel that gets new ones, in the order in which they are sent."""
+    channels: defaultdict[tuple[int, int, Way], list[_Placed]] = defaultdict(list)
+    for number, send in enumerate(sends):
+        sent, receive = (_behind(send, program, places), number), other_end(send)
+        channels[channel_of(send, program)].append(_Placed(sent, _before(receive, program, places), receive))
+    for op, (rank, number) in places.items():
+        if op.kind in SENT_BY and (channel := channel_of(other_end(op), program)) in channels:
+            _, before = places[other_end(op)]
+            channels[channel].append(_Placed((before, -1), number, program.orders[rank][number]))
+    return {channel: sorted(messages, key=lambda one: one.sent) for channel, messages in channels.items()}
