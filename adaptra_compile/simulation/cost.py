@@ -8,9 +8,10 @@ its JSON form. Times may be in any unit as long as all share it; the runtime use
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -165,6 +166,15 @@ class CostModel:
         values: tuple[float, ...] = getattr(self, self._name("occupancy", source, destination))
         return values[min(source, destination)]
 
+    def placed(self, placement: Sequence[int]) -> CostModel:
+        """Return the model in which messages between stages of one rank take no time, as none is sent there."""
+        cost = self
+        for stage, (rank, following) in enumerate(pairwise(placement)):
+            if rank == following:
+                for edge in ((stage, stage + 1), (stage + 1, stage)):
+                    cost = cost.with_latency(*edge, 0.0).with_occupancy(*edge, 0.0)
+        return cost
+
     def _with_edge(self, what: str, source: int, destination: int, value: float) -> CostModel:
         name = self._name(what, source, destination)
         values = list(getattr(self, name))
@@ -182,7 +192,8 @@ class CostModel:
 class Case:
     """One planning problem: a cost model, the number of microbatches of a step, and the placement.
 
-    ``name`` is for people; ``placement[stage]`` is the stage's rank. ``barrier`` is whether ranks meet between steps, so that
+    ``name`` is for people; ``placement[stage]`` is the stage's rank. Within a rank messages take no time, whatever is given for
+    them: see :meth:`CostModel.placed`. ``barrier`` is whether ranks meet between steps, so that
     all begin a step together. Then a step costs its makespan, otherwise the period of steps in a row.
     """
 
@@ -208,6 +219,7 @@ class Case:
         ranks = set(self.placement)
         if len(self.placement) != self.cost.stages or ranks != set(range(len(ranks))):
             raise CaseError(f"placement {list(self.placement)}: expected {self.cost.stages} stages on ranks 0..R-1")
+        object.__setattr__(self, "cost", self.cost.placed(self.placement))
         limit = self.cost.memory_limit
         if limit is not None and len(limit) != len(ranks):
             raise CaseError(f"mem_cap: expected {len(ranks)} numbers, one per rank, got {len(limit)}")

@@ -94,6 +94,7 @@ class JobCase:
             object.__setattr__(self, "placement", in_turn(self.stages))
         if len(self.placement) != self.stages or set(self.placement) != set(range(self.ranks)):
             raise CaseError(f"placement {list(self.placement)}: expected {self.stages} stages on ranks 0..R-1")
+        object.__setattr__(self, "cost", self.cost.placed(self.placement))
         if self.memory is not None and len(self.memory) != self.ranks:
             raise CaseError(f"mem_cap {list(self.memory)}: expected one number for each of {self.ranks} ranks")
         if self.cost.half_duplex or self.cost.blocking is not Blocking.NONE:

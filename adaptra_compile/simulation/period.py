@@ -119,7 +119,7 @@ def pipeline_period(program: Program, cost: CostModel) -> float:
     program.require_one_pipeline("pipeline_period")
     if program.stages != cost.stages:
         raise CaseError(f"{program.name} has {program.stages} stages, the cost model {cost.stages}: expected as many")
-    found = _C.period_of(program, cost, _C.to_orders(program.orders), RULE, STEPS)
+    found = _C.period_of(program, cost.placed(program.placement), _C.to_orders(program.orders), RULE, STEPS)
     if found is None:
         verify(program)
         raise AssertionError(f"{program.name}: the simulator can't execute what the verifier accepts")

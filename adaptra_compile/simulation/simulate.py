@@ -29,7 +29,7 @@ class Simulation:
 
     Attributes:
         program: The program, as given.
-        cost: The cost model, as given.
+        cost: The cost model, with no time for messages between stages of one rank.
         makespan: The end of the last op.
         peak_in_flight: Per stage, the most microbatches whose F has started and whose I or B has not ended. In a forward-only
             program, the most microbatches whose F has started and not ended.
@@ -134,7 +134,7 @@ class Simulation:
 def simulate(program: Program, cost: CostModel) -> Simulation:
     """Simulate one step of ``program`` under ``cost``. Communication ops are skipped, since the cost model times messages.
 
-    Every placement is accepted. Messages between stages of one rank also take the latency and occupancy of their edge.
+    Every placement is accepted. Messages between stages of one rank take no time.
 
     Raises:
         CaseError: The program and the cost model have different numbers of stages.
@@ -144,6 +144,7 @@ def simulate(program: Program, cost: CostModel) -> Simulation:
     program.require_one_pipeline("simulate")
     if program.stages != cost.stages:
         raise CaseError(f"{program.name} has {program.stages} stages, the cost model {cost.stages}: expected as many")
+    cost = cost.placed(program.placement)
     simulated = _C.simulate(program, cost, _C.to_orders(program.orders), RULE)
     if not simulated.complete:
         from adaptra.program.verify import verify

@@ -120,12 +120,6 @@ def test_one_pipeline_has_the_same_makespan_in_both_simulators(seed: int) -> Non
     dice = random.Random(f"makespan {seed}")
     placement = random_placement(1 + seed % 5, seed)
     cost = costs(seed, len(placement))
-    late = [cost.latency_forward, cost.latency_backward]
-    apart = [
-        placement[edge] != placement[edge + 1] for edge in range(len(placement) - 1)
-    ]  # a worker's own messages take no time
-    late = [tuple(time * is_apart for time, is_apart in zip(times, apart, strict=True)) for times in late]
-    cost = replace(cost, latency_forward=late[0], latency_backward=late[1])
     if max(placement) + 1 == len(placement):  # a rank with several stages has a port where their messages wait for each other
         rooms = [tuple(dice.choice((0.0, 0.25, 1.5)) for _ in range(len(placement) - 1)) for _ in range(2)]
         cost = replace(cost, occupancy_forward=rooms[0], occupancy_backward=rooms[1])

@@ -64,16 +64,18 @@ def _one_round(program: Program, cost: CostModel, previous: dict[Op, tuple[float
 
 
 def messages(program: Program, cost: CostModel, times: dict[Op, tuple[float, float]]) -> dict[Op, tuple[float, float]]:
-    """When the message of each op that sends one departs and arrives, given when the ops run."""
+    """When the message of each op that sends one departs and arrives, given when the ops run; at once within a rank."""
     queues: dict[object, list[tuple[float, bool, int, Op]]] = defaultdict(list)
+    found: dict[Op, tuple[float, float]] = {}
     for order in program.orders:
         for index, op in enumerate(order):
             neighbour = neighbour_waiting(op, program.stages)
-            if neighbour is not None:
+            if neighbour is not None and program.placement[neighbour] == program.placement[op.stage]:
+                found[op] = times[op][1], times[op][1]
+            elif neighbour is not None:
                 backward = neighbour < op.stage
                 edge = min(neighbour, op.stage)
                 queues[edge if cost.half_duplex else (edge, backward)].append((times[op][1], backward, index, op))
-    found: dict[Op, tuple[float, float]] = {}
     for queue in queues.values():
         free = 0.0
         for posted, backward, _, op in sorted(queue, key=lambda entry: entry[:3]):

@@ -141,7 +141,7 @@ class Planning:
             return None
         before_now = step_seconds(current.program, current.case.cost, barrier=detection.barrier)
         longer = self.expect(current.program, detection) - before_now
-        if steps_until_sure(max(longer, _added_latency(current.case.cost, detection.cost)), detection.noise) > 0:
+        if steps_until_sure(max(longer, _added_latency(current.case.cost, case.cost)), detection.noise) > 0:
             return None
         predicted, reason = self.expect(current.program, detection), f"{detection.reason}; the same order, receives sooner"
         return replace(current, case=case, predicted=predicted, bound=step_bound(case), reason=reason)
