@@ -18,7 +18,8 @@ from adaptra import _C
 from adaptra.errors import CaseError
 from adaptra.program import Kind, Program
 from adaptra.program.dependencies import RULE
-from adaptra.simulation.cost import MEMORY_TOLERANCE, Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import MEMORY_TOLERANCE, CostModel
 from adaptra.simulation.critical_path import Interval, critical_path
 from adaptra.simulation.timeline import MessageInterval, OpInterval, Source, Timeline
 
@@ -205,7 +206,11 @@ def lower_bound(case: Case) -> Bound:
 
     It is valid for every order, every placement and every mode of communication, with I and W or with B. It is infinite if a
     single microbatch exceeds a memory limit, so that no plan exists.
+
+    Raises:
+        CaseError: The case is not of one pipeline.
     """
+    case.require_one_pipeline("lower_bound")
     value, name, where = _C.lower_bound(case)
     kind = BoundKind(name)
     match kind:

@@ -27,7 +27,7 @@ CLASSES = {
     "adaptra.runtime.worker.step.rank_programs.RankPrograms": 19,
     "adaptra.runtime.worker.step.step_parts.StepParts": 25,
     "adaptra.runtime.worker.worker.Worker": 31,
-    "adaptra.simulation.job_case.JobCase": 17,
+    "adaptra.simulation.case.Case": 17,
 }
 """Fields of a dataclass, or what the methods of another class assign to ``self``; inherited ones are the base class's."""
 

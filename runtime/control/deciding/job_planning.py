@@ -19,8 +19,8 @@ from adaptra.runtime.control.plans.plan import MAX_REASON, Edges, Plan
 from adaptra.runtime.detection.detector import Detection
 from adaptra.runtime.detection.job_detector import JobDetector
 from adaptra.runtime.detection.level_shift import DetectorOptions
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.period import simulate_period
 
 LONGEST_SEARCH: Final = 0.2
@@ -98,16 +98,16 @@ class JobPlanning(Planning):
         case = self._case(detection, Case(detection.cost, program.microbatches, program.placement))
         return simulate_period(self._of_job(program), case).period
 
-    def _case(self, detection: Detection, case: Case) -> JobCase:
+    def _case(self, detection: Detection, case: Case) -> Case:
         """Return the job's case: the costs of each replica, and the memory of its ranks in microbatches."""
         costs = detection.by_replica or (detection.cost,) * self.replicas
         nothing = (0.0,) * case.cost.stages
-        memory = JobCase.of(case, self.replicas).memory
+        memory = case.of_replicas(self.replicas).memory
         updates = UpdateSeconds(nothing, nothing, barrier=detection.barrier)
         measured = measured_case(costs, case.microbatches, updates, placement=case.placement, memory=memory)
         return replace(measured, changing=self.changing, at_home=self.at_home)
 
-    def _with_room_for(self, running: Program, case: JobCase) -> JobCase:
+    def _with_room_for(self, running: Program, case: Case) -> Case:
         """Return the case with room for what runs. A limit in bytes allows more than as many whole microbatches."""
         if case.memory is None:
             return case
@@ -119,13 +119,13 @@ class JobPlanning(Planning):
         return join([program] * self.replicas) if program.is_one_pipeline else program
 
 
-def _slow_links(case: JobCase, edge: Edge) -> set[tuple[int, int]]:
+def _slow_links(case: Case, edge: Edge) -> set[tuple[int, int]]:
     """Return the links of replicas over which messages of an edge of stages take longer than in others."""
     links = ((case.worker(replica, edge[0]), case.worker(replica, edge[1])) for replica in range(case.replicas))
     return case.links.keys() & set(links)
 
 
-def _takes_slow_links(program: Program, case: JobCase, edge: Edge) -> bool:
+def _takes_slow_links(program: Program, case: Case, edge: Edge) -> bool:
     """Return whether a route takes one of these links, or all replicas are alike."""
     slow = _slow_links(case, edge)
     return not slow or any((route.workers[edge[0]], route.workers[edge[1]]) in slow for route in program.routing.routes)

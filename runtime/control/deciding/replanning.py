@@ -17,7 +17,8 @@ from adaptra.runtime.detection.detector import Detection, Detector
 from adaptra.runtime.detection.job_detector import JobDetector
 from adaptra.runtime.detection.level_shift import DetectorOptions
 from adaptra.runtime.detection.step_noise import steps_until_sure
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.period import alike_case, simulate_period
 
 
