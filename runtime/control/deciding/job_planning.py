@@ -17,10 +17,7 @@ from adaptra.program.verify import verify
 from adaptra.runtime.control.deciding.replanning import Planning
 from adaptra.runtime.control.plans.plan import MAX_REASON, Edges, Plan
 from adaptra.runtime.detection.detector import Detection
-from adaptra.runtime.detection.job_detector import JobDetector
-from adaptra.runtime.detection.level_shift import DetectorOptions
 from adaptra.simulation.case import Case
-from adaptra.simulation.cost import CostModel
 from adaptra.simulation.period import simulate_period
 
 LONGEST_SEARCH: Final = 0.2
@@ -35,14 +32,12 @@ class JobPlanning(Planning):
     """The compiler of a job. Its plans have a program of one pipeline, if all replicas run the same, or of all replicas.
 
     Attributes:
-        replicas: The number of replicas.
         ranks: The number of workers of a replica.
         seconds: The longest search, in seconds, at most :data:`LONGEST_SEARCH`.
         changing: The stages whose forwards change buffers, which workers hand over.
         at_home: The stages whose microbatches no other replica's worker may compute.
     """
 
-    replicas: int = 1
     ranks: int = 1
     seconds: float = LONGEST_SEARCH
     changing: frozenset[int] = frozenset()
@@ -62,10 +57,6 @@ class JobPlanning(Planning):
                     raise PlanError(
                         f"microbatch {away[0]} of replica {replica} leaves stage {stage}: expected it to stay at home"
                     )
-
-    def detector(self, cost: CostModel, options: DetectorOptions) -> JobDetector:
-        """Return the detector of changes of all replicas, which begins with these costs of each."""
-        return JobDetector(cost, self.replicas, self.ranks, options)
 
     def plan_for(self, detection: Detection, current: Plan, delegated: Edges, is_draft: bool) -> tuple[Plan, Remedies | None]:
         """The best of all remedies for what was detected: keep, reorder, share, detour.
