@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from adaptra.runtime.options.reduce_options import Reduce
     from adaptra.runtime.telemetry.log import JsonFormatter
     from adaptra.runtime.telemetry.options import Telemetry
-    from adaptra.simulation.cost import Case, CostModel
+    from adaptra.simulation.case import Case
+    from adaptra.simulation.cost import CostModel
 
 __version__: Final = "0.1.0"
 

@@ -11,7 +11,7 @@ from ortools.sat.python import cp_model
 
 from adaptra.program import Kind
 from adaptra.program.routing import Routing
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 
 
 class Task(NamedTuple):
@@ -36,7 +36,7 @@ class PeriodModel:
     The period is that of the steady state in which a worker begins its next step once its stage has ended this one.
     """
 
-    def __init__(self, case: JobCase, routing: Routing, at_least: int, at_most: int) -> None:
+    def __init__(self, case: Case, routing: Routing, at_least: int, at_most: int) -> None:
         self._case = case
         self._routing = routing
         horizon = 2 * at_most
@@ -123,7 +123,7 @@ class PeriodModel:
         self.model.add(self.period >= last + int(self._case.step[stage] * slow + self._case.reduce[stage]) - first)
 
 
-def exact_period(case: JobCase, routing: Routing, seconds: float, at_least: float, at_most: float) -> ExactPeriod | None:
+def exact_period(case: Case, routing: Routing, seconds: float, at_least: float, at_most: float) -> ExactPeriod | None:
     """Search the shortest period of a routing, between a bound and a known period. None if nothing was found in ``seconds``."""
     made = PeriodModel(case, routing, math.ceil(at_least - 1e-6), math.floor(at_most + 1e-6))
     solver = cp_model.CpSolver()

@@ -20,7 +20,7 @@ from adaptra.graph import CompiledStages, compile_stages
 from adaptra.graph.estimated_cost import estimated_cost
 from adaptra.progress import Progress, shown_progress
 from adaptra.runtime.options import Options
-from adaptra.simulation.cost import Case
+from adaptra.simulation.case import Case
 
 SECONDS, GIBIBYTES = 60.0, 4.0
 """What a compilation may cost."""

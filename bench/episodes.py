@@ -24,7 +24,8 @@ from rich.progress import Progress, track
 from adaptra.runtime.control.deciding.policy import ControllerOptions
 from adaptra.runtime.detection.changes import ChangeKind
 from adaptra.runtime.detection.level_shift import DetectorOptions
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from noisy_steps import NoisySteps, flapping_episode, judge, over_the_best, random_episode

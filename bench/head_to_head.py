@@ -36,7 +36,8 @@ from _torch_schedules import CHUNKS, TorchSchedule
 import adaptra
 from adaptra.program import Kind
 from adaptra.program.placement import in_turn
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
 
 HEALTHY = "all delay=0"

@@ -22,7 +22,8 @@ from adaptra.planning.routes.steady_steps import PERIOD
 from adaptra.program import Program
 from adaptra.program.schedules import generate
 from adaptra.runtime.options import Options
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
 
 EVEN = Case(CostModel.uniform(4, 1, 1, 1), 16, (0, 1, 2, 3), "even")

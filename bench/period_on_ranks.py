@@ -25,7 +25,8 @@ from adaptra.planning.routes.steady_steps import PERIOD
 from adaptra.program import Program
 from adaptra.program.schedules import generate
 from adaptra.runtime.options import Options
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 
 RANKS, MICROBATCHES = 4, 16
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from _table import Row, parser, print_rows
 
 from adaptra.planning.planner import plan
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
 
 CASES = Path(__file__).parent.parent / "tests" / "cases"

@@ -35,8 +35,8 @@ from adaptra.planning.routes.large_jobs import plan_large
 from adaptra.planning.routes.measured_jobs import UpdateSeconds, measured_case
 from adaptra.planning.routes.period_bound import flow_bound, period_bound
 from adaptra.program import Program
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase, WorkerLink
+from adaptra.simulation.case import Case, WorkerLink
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.period import simulate_period
 
 Lost = tuple[tuple[int, int], ...]
@@ -68,14 +68,14 @@ UNIT_CASES: tuple[tuple[int, int, int, Lost], ...] = (
 """Replicas, stages, microbatches, and the lost workers as (replica, stage)."""
 
 
-def unit_case(replicas: int, stages: int, microbatches: int, lost: Lost = (), optimizer: float = 3.0) -> JobCase:
+def unit_case(replicas: int, stages: int, microbatches: int, lost: Lost = (), optimizer: float = 3.0) -> Case:
     """A case of F, I and W of 1, with twice as many microbatches in memory as stages."""
     pipeline = Case(CostModel.uniform(stages, 1, 1, 1), microbatches, tuple(range(stages)))
-    job = JobCase.of(pipeline, replicas, optimizer)
+    job = pipeline.of_replicas(replicas, optimizer)
     return replace(job, lost=frozenset(job.worker(*one) for one in lost), memory=(2 * stages,) * stages, hands_over=False)
 
 
-def random_cases(count: int, seed: int, *, late: bool = False) -> Iterator[JobCase]:
+def random_cases(count: int, seed: int, *, late: bool = False) -> Iterator[Case]:
     """Yield cases of at most 24 workers with unequal F, I and W and one to three lost workers.
 
     With ``late``, messages take a latency as well, and one worker is slow.
@@ -90,7 +90,7 @@ def random_cases(count: int, seed: int, *, late: bool = False) -> Iterator[JobCa
         columns = [{replica * stages + stage for replica in range(replicas)} for stage in range(stages)]
         if replicas * stages > 24 or any(column <= lost for column in columns):
             continue
-        job = JobCase.of(Case(cost, microbatches, tuple(range(stages))), replicas, optimizer)
+        job = Case(cost, microbatches, tuple(range(stages))).of_replicas(replicas, optimizer)
         job = replace(job, lost=lost, memory=(2 * stages,) * stages, hands_over=False)
         if late:
             latency = (float(rng.randint(1, 8)),) * (stages - 1)
@@ -100,7 +100,7 @@ def random_cases(count: int, seed: int, *, late: bool = False) -> Iterator[JobCa
         count -= 1
 
 
-def planned(case: JobCase, budget: float) -> tuple[Program, float, float]:
+def planned(case: Case, budget: float) -> tuple[Program, float, float]:
     """The plan, its period, and the bound that no order beats."""
     program = plan_job(case, budget=budget)
     return program, simulate_period(program, case).period, period_bound(case, program.routing).value
@@ -142,7 +142,7 @@ def port_rows(budget: float) -> Iterator[Row]:
         (2, 6, 24, 3, 3.0),
     ):
         pipeline = Case(CostModel.uniform(stages, 1, 1, 1, occupancy=0.2), microbatches, tuple(range(stages)))
-        case = replace(JobCase.of(pipeline, replicas), hands_over=False)
+        case = replace(pipeline.of_replicas(replicas), hands_over=False)
         case = replace(case, ports={case.worker(0, stage): port})
         ratio = planned(case, 4 * budget)[1] / flow_bound(case).value
         name = f"{replicas}×{stages}, {microbatches} microbatches, a port of {port:g} at stage {stage}: period ÷ flow bound"
@@ -153,7 +153,7 @@ def narrow_rows(budget: float) -> Iterator[Row]:
     """Yield the rows of links over which a message takes six forwards, and of such that are busy for less than the period."""
     for replicas, stages, links, occupancy in ((2, 2, 1, 6.0), (2, 4, 1, 6.0), (4, 4, 3, 6.0), (2, 4, 1, 3.0), (4, 4, 3, 2.5)):
         pipeline = Case(CostModel.uniform(stages, 1, 1, 1, occupancy=0.2), 16, tuple(range(stages)))
-        case = replace(JobCase.of(pipeline, replicas), hands_over=False)
+        case = replace(pipeline.of_replicas(replicas), hands_over=False)
         edge = stages // 2 - 1
         ends = [(case.worker(replica, edge), case.worker(replica, edge + 1)) for replica in range(links)]
         slow = replace(case, links={both: WorkerLink(0.0, occupancy) for one in ends for both in (one, one[::-1])})
@@ -242,7 +242,7 @@ def remedy_rows(budget: float) -> Iterator[Row]:
     def noisy(cost: CostModel) -> CostModel:
         return replace(cost, **{one: tuple(value * chance.gauss(1, 0.02) for value in getattr(cost, one)) for one in names})
 
-    def case_of(costs: Iterable[CostModel], microbatches: int, stages: int) -> JobCase:
+    def case_of(costs: Iterable[CostModel], microbatches: int, stages: int) -> Case:
         return measured_case(list(costs), microbatches, UpdateSeconds((0.02,) * stages, (0.02,) * stages, 0.02))
 
     for name, replicas, stages, microbatches, many, bar in (
@@ -267,7 +267,7 @@ def remedy_rows(budget: float) -> Iterator[Row]:
         yield Row(f"{where}: processor seconds to compare", seconds, 0.3, "s", 1)
 
 
-def random_rows(what: str, cases: Iterable[JobCase], budget: float, exact: float) -> Iterator[Row]:
+def random_rows(what: str, cases: Iterable[Case], budget: float, exact: float) -> Iterator[Row]:
     """Yield the rows of random cases."""
     ratios: list[float] = []
     seconds: list[float] = []

@@ -15,7 +15,8 @@ from _table import Row, parser, print_rows
 
 from adaptra.planning.least_memory import plan_least_memory
 from adaptra.planning.planner import plan
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import simulate
 
 CASES = Path(__file__).parent.parent / "tests" / "cases"

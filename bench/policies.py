@@ -23,7 +23,8 @@ from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.control.plans.plan_log import Agreement
 from adaptra.runtime.detection.detector import Detector
 from adaptra.runtime.measuring.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
 
 CALIBRATING = 4

@@ -29,8 +29,8 @@ from adaptra.planning.routes.period_bound import flow_bound
 from adaptra.program.placement import in_turn
 from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 from adaptra.runtime.step_messages.rate_probes import EVERY as RATE_EVERY
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase, WorkerLink
+from adaptra.simulation.case import Case, WorkerLink
+from adaptra.simulation.cost import CostModel
 
 SETTLING = 10
 """Steps before the onset: warm-up, calibration, and the switch to the order for the measured costs."""
@@ -92,11 +92,11 @@ def measure(
     return found
 
 
-def case_of(replicas: int, stages: int, microbatches: int, seconds: float, narrow: Sequence[tuple[int, int]]) -> JobCase:
+def case_of(replicas: int, stages: int, microbatches: int, seconds: float, narrow: Sequence[tuple[int, int]]) -> Case:
     """The case of the stated durations of ops, in which messages over some links between two workers take six of them."""
     cost = CostModel.uniform(stages, seconds, seconds, seconds)
     links = {ends: WorkerLink(0.0, 6 * seconds) for pair in narrow for ends in (pair, pair[::-1])}
-    return replace(JobCase.of(Case(cost, microbatches, in_turn(stages)), replicas), links=links)
+    return replace(Case(cost, microbatches, in_turn(stages)).of_replicas(replicas), links=links)
 
 
 def rows_of(found: dict[str, Any], length: int, bound: float | None) -> list[Row]:

@@ -19,7 +19,8 @@ import adaptra
 from adaptra.planning.planner import plan
 from adaptra.program import Program
 from adaptra.program.schedules import one_f_one_b
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
 
 

@@ -27,7 +27,8 @@ from _table import Row, parser, print_rows
 import adaptra
 from adaptra.planning.planner import plan
 from adaptra.program import Program
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 
 BLOCK = 40
 """Steps of one pipeline before the other has its turn."""

@@ -54,7 +54,7 @@ from adaptra.planning.responses.normalize import normalized, stage_work
 from adaptra.planning.responses.recut import recuts
 from adaptra.planning.routes.job_planner import plan_job
 from adaptra.progress import shown_progress
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 from adaptra.simulation.period import simulate_period
 
 FOLDER: Final = Path(__file__).parent / "traces"
@@ -106,7 +106,7 @@ class Cluster:
         self.one_f_one_b = 3.0 * (microbatches + stages - 1) + step
         self.period = cache(self._period)
 
-    def lost(self, number: int) -> JobCase:
+    def lost(self, number: int) -> Case:
         """The case with losses on the stages as :func:`normalized` says, over the replicas in turn."""
         turn = 0
         lost: set[int] = set()

@@ -120,7 +120,7 @@ schedule::Cost to_cost(nb::handle model) {
   return cost;
 }
 
-// `owner` is an adaptra.program.Program or an adaptra.simulation.cost.Case: both have a placement and microbatches.
+// `owner` is an adaptra.program.Program or an adaptra.simulation.case.Case: both have a placement and microbatches.
 schedule::Problem to_problem(nb::handle owner, nb::handle model) {
   schedule::Problem problem;
   problem.cost = to_cost(model);

@@ -13,7 +13,8 @@ from adaptra.errors import PassError, PlanError
 from adaptra.passes.base import Count, CountPerStage, Pass, option
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import RULE
-from adaptra.simulation.cost import MEMORY_TOLERANCE, Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import MEMORY_TOLERANCE, CostModel
 from adaptra.simulation.simulate import Simulation, simulate
 
 LEAST_EFFORT: Final = 1_500_000

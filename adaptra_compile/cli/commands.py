@@ -7,16 +7,16 @@ from pathlib import Path
 
 from adaptra.cli import jobs
 from adaptra.cli.doctor import examine, report
-from adaptra.cli.inputs import read_program
+from adaptra.cli.inputs import read_case, read_program
 from adaptra.cli.output import as_json, check_outputs, draw_timeline, figures, headline, line_width, title_of
-from adaptra.cli.planning import load_pipeline, planned_for, run_plan
+from adaptra.cli.planning import planned_for, run_plan
 from adaptra.errors import ReportError, ScheduleError
 from adaptra.program import Program
 from adaptra.program.placement import in_turn, v_shaped
 from adaptra.program.schedules import PLACED, generate_for
 from adaptra.report import drawing, perfetto, picture, run_page, step_picture, text
 from adaptra.report.run_records import load_run, summary
-from adaptra.simulation.cost import Case
+from adaptra.simulation.case import Case
 from adaptra.simulation.simulate import Simulation, lower_bound, simulate
 from adaptra.simulation.timeline import Timeline
 
@@ -29,14 +29,14 @@ def run(options: Namespace) -> str:
     """
     match options.command:
         case "plan":
-            job = jobs.read_job(options)
-            return run_plan(options) if job is None else jobs.run_job_plan(options, job)
+            case = read_case(options)
+            return (run_plan if case.is_one_pipeline else jobs.run_job_plan)(options, case)
         case "simulate":
-            job = jobs.read_job(options)
-            return _simulate(options) if job is None else jobs.run_job_simulate(options, job)
+            case = read_case(options)
+            return (_simulate if case.is_one_pipeline else jobs.run_job_simulate)(options, case)
         case "explain":
-            job = jobs.read_job(options)
-            return _explain(options) if job is None else jobs.run_job_explain(options, job)
+            case = read_case(options)
+            return (_explain if case.is_one_pipeline else jobs.run_job_explain)(options, case)
         case "trace" | "resilience" as command:
             return _trace(options) if command == "trace" else _resilience(options)
         case "opt" | "schedule" as command:
@@ -44,8 +44,8 @@ def run(options: Namespace) -> str:
         case "doctor":
             found = examine()
             return as_json(found) if options.json else report(found)
-        case command:
-            raise AssertionError(f"the parser knows a command {command!r} that nothing runs")
+        case unknown:
+            raise AssertionError(f"the parser knows a command {unknown!r} that nothing runs")
 
 
 def _opt(options: Namespace) -> str:
@@ -59,9 +59,8 @@ def _schedule(options: Namespace) -> str:
     return as_json({"name": program.name, "program": str(program)}) if options.json else str(program)
 
 
-def _simulate(options: Namespace) -> str:
+def _simulate(options: Namespace, case: Case) -> str:
     check_outputs({options.picture: drawing.SUFFIXES, options.trace: (".json",)})
-    case = Case.load(options.case)
     program = read_program(options.program, case)
     simulation = simulate(program, case.cost)
     bound = None if program.is_forward_only else lower_bound(case)
@@ -74,11 +73,10 @@ def _simulate(options: Namespace) -> str:
     return "\n".join([headline(case, simulation, bound), _table(simulation), grid])
 
 
-def _explain(options: Namespace) -> str:
+def _explain(options: Namespace, case: Case) -> str:
     from adaptra.planning.explaining.explanation import explain
     from adaptra.planning.routes.steady_steps import timing_of
 
-    case = load_pipeline(options)
     program = planned_for(case) if options.program is None else read_program(options.program, case)
     explanation = explain(program, case.cost, case.microbatches, timing=timing_of(barrier=case.barrier))
     if not options.sensitivity:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NotRequired, TypedDict
+from typing import Any, Final, NotRequired, TypedDict
 
 from adaptra.errors import CaseError, InvalidProgramError, ProgramTextError, ScheduleError
 from adaptra.program import Program, place_in
 from adaptra.program.schedules import GENERATORS, PLACED, generate, generate_for
 from adaptra.program.torch_csv import from_csv
 from adaptra.program.verify import verify
-from adaptra.simulation.cost import Case
+from adaptra.simulation.case import Case, worker_of
 
 
 def read_program(given: str, case: Case) -> Program:
@@ -67,6 +68,46 @@ class ProgramSource:
         except InvalidProgramError as error:
             place = "" if self.text is None else "".join(f":{n}" for n in place_in(self.text, error.rank, error.number))
             raise ScheduleError(f"{self.name}{place}: {error}") from None
+
+
+def read_case(options: Namespace) -> Case:
+    """Return the case that the file and the options describe: of one pipeline, or of several replicas.
+
+    Raises:
+        CaseError: The file or an option is invalid, or an option belongs to several replicas and there is only one pipeline.
+    """
+    case, path, replicas = Case.load(options.case), options.case, getattr(options, "replicas", None)
+    changes = {name: getattr(options, name, None) for name in ("lost", "slow", "optimizer", "reduce")}
+    if not case.is_one_pipeline and replicas is not None:
+        raise CaseError(f"--replicas {replicas}: {path} says how many: P={case.replicas}")
+    if case.is_one_pipeline and replicas is None:
+        given = [f"--{name}" for name, value in changes.items() if value is not None]
+        if given:
+            raise CaseError(f"{given[0]}: {path} is a case of one pipeline: expected --replicas N too")
+    if replicas is not None:
+        case = case.of_replicas(replicas)
+    return _changed(replace(case, barrier=True) if getattr(options, "barrier", None) else case, changes)
+
+
+def _changed(case: Case, changes: Mapping[str, Any]) -> Case:
+    if changes["lost"] is not None:
+        lost = [worker_of("--lost", one, case.placement) for one in changes["lost"]]
+        case = replace(case, lost=case.lost | frozenset(lost))
+    for word in changes["slow"] or ():
+        worker, equals, factor = word.partition("=")
+        try:
+            value = float(factor)
+        except ValueError:
+            equals = ""
+            value = 0.0
+        if not equals:
+            raise CaseError(f"--slow {word}: expected WORKER=FACTOR such as 1.2=2.0")
+        case = replace(case, slow={**case.slow, worker_of("--slow", worker, case.placement): value})
+    if changes["optimizer"] is not None:
+        case = replace(case, step=(changes["optimizer"],) * case.stages)
+    if changes["reduce"] is not None:
+        case = replace(case, reduce=(changes["reduce"],) * case.stages)
+    return case
 
 
 class SweepRange(TypedDict):

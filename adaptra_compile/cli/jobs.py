@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from adaptra.cli.inputs import read_file
 from adaptra.cli.output import as_json, check_outputs, line_width, title_of
 from adaptra.errors import CaseError, PlanError, ScheduleError
-from adaptra.json_files import read_json
 from adaptra.program import Program
 from adaptra.program.schedules import GENERATORS, PLACED
 from adaptra.report.drawing import SUFFIXES
 from adaptra.report.files import write_whole
 from adaptra.report.job_rows import render_job
 from adaptra.report.text import percent
-from adaptra.simulation.cost import Case
-from adaptra.simulation.job_case import JobCase, worker_of
+from adaptra.simulation.case import Case
 from adaptra.simulation.period import PeriodicSimulation, simulate_period
 
 if TYPE_CHECKING:
@@ -30,33 +27,7 @@ _OF_ONE_PIPELINE: Final = ("sweep", "exact", "uncertain", "in_flight", "slow_edg
 """The options of ``plan`` that several replicas don't have."""
 
 
-def read_job(options: Namespace) -> JobCase | None:
-    """Return the case of several replicas that the file and the options describe, or None for one pipeline.
-
-    Raises:
-        CaseError: The file or an option is invalid, or an option belongs to several replicas and there is only one pipeline.
-    """
-    path, replicas = options.case, getattr(options, "replicas", None)
-    changes = {name: getattr(options, name, None) for name in ("lost", "slow", "optimizer", "reduce", "barrier")}
-    data = _read_json(path)
-    if "P" in data:
-        if replicas is not None:
-            raise CaseError(f"--replicas {replicas}: {path} says how many: P={data['P']!r}")
-        try:
-            job = JobCase.from_json(data, Path(path).stem)
-        except CaseError as error:
-            raise CaseError(f"{path}: {error}") from None
-    elif replicas is None:
-        given = [f"--{name}" for name, value in changes.items() if value is not None and name != "barrier"]
-        if given:
-            raise CaseError(f"{given[0]}: {path} is a case of one pipeline: expected --replicas N too")
-        return None
-    else:
-        job = JobCase.of(Case.load(path), replicas)
-    return _changed(job, changes)
-
-
-def run_job_plan(options: Namespace, case: JobCase) -> str:
+def run_job_plan(options: Namespace, case: Case) -> str:
     """Run the command ``plan`` on several replicas and return its standard output."""
     from adaptra.planning.routes.job_planner import plan_job
     from adaptra.planning.routes.large_jobs import is_large, plan_large
@@ -130,11 +101,11 @@ def _large_plan(options: Namespace, plan: LargePlan) -> str:
     )
 
 
-def _too_large(what: str, case: JobCase) -> PlanError:
+def _too_large(what: str, case: Case) -> PlanError:
     return PlanError(f"{what}: {case.name} has {case.workers} workers: expected a job of fewer than a million ops")
 
 
-def _comparison(case: JobCase, period: float, healthy: float, bound: PeriodBound) -> str:
+def _comparison(case: Case, period: float, healthy: float, bound: PeriodBound) -> str:
     """Return lines that compare a plan's period with its bound, the healthy period and the fault-scaled limit."""
     lines = [f"bound    {bound}: this plan takes {_longer(period, bound.value)}"]
     if not case.is_healthy:
@@ -146,7 +117,7 @@ def _comparison(case: JobCase, period: float, healthy: float, bound: PeriodBound
     return "".join(f"{line}\n" for line in lines)
 
 
-def run_job_simulate(options: Namespace, case: JobCase) -> str:
+def run_job_simulate(options: Namespace, case: Case) -> str:
     """Run the command ``simulate`` on several replicas and return its standard output."""
     check_outputs({options.picture: SUFFIXES, options.trace: (".json",)})
     if options.slow_edge:
@@ -162,7 +133,7 @@ def run_job_simulate(options: Namespace, case: JobCase) -> str:
     return job_headline(simulated) + "\n" + render_job(simulated, line_width(options))
 
 
-def _compared(options: Namespace, case: JobCase, program: Program, bound: PeriodBound) -> str:
+def _compared(options: Namespace, case: Case, program: Program, bound: PeriodBound) -> str:
     from adaptra.cli.tables import job_comparison
     from adaptra.planning.explaining.job_comparison import compare_job
 
@@ -180,7 +151,7 @@ def _draw(options: Namespace, simulations: Sequence[tuple[str, PeriodicSimulatio
         draw_jobs(simulations, options.picture)
 
 
-def run_job_explain(options: Namespace, case: JobCase) -> str:
+def run_job_explain(options: Namespace, case: Case) -> str:
     """Run the command ``explain`` on several replicas and return its standard output."""
     from adaptra.planning.explaining.job_explanation import explain_job
     from adaptra.planning.routes.job_planner import plan_job
@@ -194,7 +165,7 @@ def run_job_explain(options: Namespace, case: JobCase) -> str:
     return as_json(explanation.to_json()) if options.json else explanation.text(equations=options.equations)
 
 
-def _read_program(given: str, case: JobCase) -> Program:
+def _read_program(given: str, case: Case) -> Program:
     if given in (*GENERATORS, *PLACED):
         raise ScheduleError(f"{given}: a schedule of one pipeline: expected the file of a program for {case.name}")
     return read_file(given)
@@ -217,14 +188,14 @@ def job_headline(simulated: PeriodicSimulation) -> str:
     )
 
 
-def _size(case: JobCase) -> str:
+def _size(case: Case) -> str:
     return (
         f"{case.name}: {case.replicas} replicas of {case.stages} stages, {case.workers - len(case.lost)} of {case.workers} "
         f"workers, {case.microbatches} microbatches each"
     )
 
 
-def _lowered(program: Program, case: JobCase) -> Program:
+def _lowered(program: Program, case: Case) -> Program:
     from adaptra.passes import parse_pipeline
 
     pipeline = parse_pipeline(f"insert-comm{{fold={case.fold}}}")
@@ -233,32 +204,3 @@ def _lowered(program: Program, case: JobCase) -> Program:
 
 def _longer(period: float, than: float) -> str:
     return f"{percent(period / than - 1)} longer" if than > 0 else "time where it took none" if period > 0 else "no time either"
-
-
-def _changed(job: JobCase, changes: Mapping[str, Any]) -> JobCase:
-    if changes["lost"] is not None:
-        lost = [worker_of("--lost", one, job.placement) for one in changes["lost"]]
-        job = replace(job, lost=job.lost | frozenset(lost))
-    for word in changes["slow"] or ():
-        worker, equals, factor = word.partition("=")
-        try:
-            value = float(factor)
-        except ValueError:
-            equals = ""
-            value = 0.0
-        if not equals:
-            raise CaseError(f"--slow {word}: expected WORKER=FACTOR such as 1.2=2.0")
-        job = replace(job, slow={**job.slow, worker_of("--slow", worker, job.placement): value})
-    if changes["optimizer"] is not None:
-        job = replace(job, step=(changes["optimizer"],) * job.stages)
-    if changes["reduce"] is not None:
-        job = replace(job, reduce=(changes["reduce"],) * job.stages)
-    if changes["barrier"]:
-        job = replace(job, barrier=True)
-    return job
-
-
-def _read_json(path: str) -> Mapping[str, Any]:
-    data = read_json(path, CaseError)
-    fields = data.get("case", data) if isinstance(data, Mapping) else {}
-    return fields if isinstance(fields, Mapping) else {}

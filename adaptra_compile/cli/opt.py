@@ -6,14 +6,13 @@ from argparse import Namespace
 from collections.abc import Container
 from typing import Any, NamedTuple, TypedDict
 
-from adaptra.cli.inputs import ProgramSource, read_source, source_for
-from adaptra.cli.jobs import read_job
+from adaptra.cli.inputs import ProgramSource, read_case, read_source, source_for
 from adaptra.cli.output import as_json
 from adaptra.errors import PassError, ScheduleError
 from adaptra.passes import InsertComm, InsertCrossing, PassPipeline, parse_pipeline
 from adaptra.program import Program
 from adaptra.program.schedules import GENERATORS, PLACED
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.period import check_fit
 
 
@@ -68,14 +67,13 @@ def _read(options: Namespace) -> _Input:
         if options.program in (*GENERATORS, *PLACED):
             raise ScheduleError(f"{options.program}: a schedule of the case's size: expected --case CASE, or a file")
         return _Input(read_source(options.program), None, {})
-    job = read_job(options)
-    if job is None:
-        case = Case.load(options.case)
+    case = read_case(options)
+    if case.is_one_pipeline:
         return _Input(source_for(options.program, case), case.cost, {})
     source = read_source(options.program)
-    check_fit(source.program, job)
-    facts: _VerifierArguments = {"hands_over": job.hands_over, "barrier": job.barrier, "changing": job.changing}
-    return _Input(source, job.cost, facts, job.fold)
+    check_fit(source.program, case)
+    facts: _VerifierArguments = {"hands_over": case.hands_over, "barrier": case.barrier, "changing": case.changing}
+    return _Input(source, case.cost, facts, case.fold)
 
 
 def _check_case(pipeline: PassPipeline, program: Program, cost: CostModel | None, fold: str) -> None:

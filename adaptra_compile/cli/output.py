@@ -13,8 +13,8 @@ from typing import Any, Final
 from adaptra.program import Program
 from adaptra.report import picture, text
 from adaptra.report.files import check_suffix
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.period import pipeline_period
 from adaptra.simulation.simulate import Bound, Simulation
 
@@ -46,7 +46,7 @@ def edges_to_mark(cost: CostModel) -> list[tuple[int, int]]:
     return [edge for edge, time in times.items() if time > _SLOW_FACTOR * usual]
 
 
-def title_of(case: Case | JobCase, program: Program) -> str:
+def title_of(case: Case, program: Program) -> str:
     """Return the title of a timeline."""
     return f"{program.name} on {case.name}"
 

@@ -13,7 +13,8 @@ from adaptra.program import Program
 from adaptra.program.torch_csv import to_csv
 from adaptra.report import drawing, picture
 from adaptra.report.files import write_whole
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 _PROGRAM_SUFFIXES: Final = (".sched", ".csv")
 
 
-def run_plan(options: Namespace) -> str:
-    """Run the command ``plan`` and return its standard output.
+def run_plan(options: Namespace, case: Case) -> str:
+    """Run the command ``plan`` on one pipeline and return its standard output.
 
     Raises:
         AdaptraError: Wrong input.
@@ -33,7 +34,6 @@ def run_plan(options: Namespace) -> str:
         raise PlanError("--budget with --exact: expected one of them; --exact takes a time itself")
     if options.sweep is not None and options.output is not None:
         raise PlanError("--sweep with -o: expected one of them; a sweep has a plan for every delay")
-    case = load_pipeline(options)
     if options.sweep is not None:
         return _sweep(options, case)
     if options.uncertain is not None:
@@ -130,16 +130,6 @@ def _sweep(options: Namespace, case: Case) -> str:
 
         draw_sweep(found, options.picture)
     return as_json(found.to_json()) if options.json else tables.sweep(found, line_width(options))
-
-
-def load_pipeline(options: Namespace) -> Case:
-    """Return the case of one pipeline that the file and ``--barrier`` describe.
-
-    Raises:
-        CaseError: The file is invalid.
-    """
-    case = Case.load(options.case)
-    return replace(case, barrier=True) if options.barrier else case
 
 
 def planned_for(case: Case, in_flight: int | None = None, budget: float | None = None) -> Program:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from adaptra.cli import tables
-from adaptra.cli.jobs import read_job
+from adaptra.cli.inputs import read_case
 from adaptra.cli.output import as_json, check_outputs, line_width
 from adaptra.errors import CaseError
 from adaptra.planning.responses.availability import (
@@ -25,8 +25,7 @@ from adaptra.planning.responses.resilience import Resilience
 from adaptra.planning.responses.responses import Decision, ResponsePrices, decide
 from adaptra.report import drawing
 from adaptra.report.text import percent
-from adaptra.simulation.cost import Case
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 
 _PRICES: Final = "unit state rate room pieces planning restart checkpoint_age joiner horizon".split()
 _ROWS: Final = 4
@@ -104,7 +103,7 @@ def run_resilience(options: Namespace) -> str:
     return "\n".join([*parts, *([] if lived is None else [str(lived)])])
 
 
-def _case(options: Namespace) -> JobCase:
+def _case(options: Namespace) -> Case:
     if options.gpus is not None:
         if options.replicas is not None:
             raise CaseError(f"--gpus {options.gpus} with --replicas {options.replicas}: expected one of them")
@@ -112,13 +111,13 @@ def _case(options: Namespace) -> JobCase:
         options.replicas = options.gpus // stages
         if not options.replicas:
             raise CaseError(f"--gpus {options.gpus}: {options.case} has {stages} stages: expected at least as many workers")
-    job = read_job(options)
-    if job is None:
+    case = read_case(options)
+    if case.is_one_pipeline and options.replicas is None:
         raise CaseError(f"{options.case}: a case of one pipeline: expected --replicas N or --gpus N too")
-    return job
+    return case
 
 
-def _trace(options: Namespace, case: JobCase) -> FailureTrace | None:
+def _trace(options: Namespace, case: Case) -> FailureTrace | None:
     for name in ("days", "repair", "seed"):
         if options.mtbf is None and getattr(options, name) is not None:
             raise CaseError(f"--{name}: expected --mtbf too")
@@ -154,7 +153,7 @@ def _live_through(job: Resilience, trace: FailureTrace, node: int) -> _Lived:
     return _Lived(levels, throughput_over(levels, trace.end, rate, cost), healthy, case.workers)
 
 
-def _title(case: JobCase) -> str:
+def _title(case: Case) -> str:
     return f"{case.name}: {case.replicas} replicas of {case.stages} stages, {case.microbatches} microbatches each"
 
 

@@ -18,7 +18,8 @@ from adaptra.equations.warm_up import in_flight_limits
 from adaptra.errors import MissingExtraError, PlanError
 from adaptra.planning.planner import plan
 from adaptra.program import Kind, Op, Program
-from adaptra.simulation.cost import MEMORY_TOLERANCE, Blocking, Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import MEMORY_TOLERANCE, Blocking, CostModel
 from adaptra.simulation.simulate import Simulation, simulate
 
 if TYPE_CHECKING:

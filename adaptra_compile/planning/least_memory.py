@@ -14,7 +14,8 @@ from typing import Final
 from adaptra.passes.adapt_order import ADAPTED, LEAST_EFFORT, LEAST_ROUNDS
 from adaptra.planning.timing import MAKESPAN, StepTiming
 from adaptra.program import Program
-from adaptra.simulation.cost import MEMORY_TOLERANCE, Case
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import MEMORY_TOLERANCE
 from adaptra.simulation.simulate import simulate
 
 WITHIN: Final = 0.01

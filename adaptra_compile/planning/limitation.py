@@ -10,7 +10,8 @@ from typing import Any, Final, TypeVar
 
 from adaptra.planning.timing import MAKESPAN, StepTiming
 from adaptra.program import Program
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import Simulation
 from adaptra.simulation.timeline import MessageInterval
 

@@ -9,7 +9,8 @@ from adaptra.passes.adapt_order import search
 from adaptra.passes.base import PassPipeline
 from adaptra.passes.split_backward import SplitBackward
 from adaptra.program import Program
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 
 
 def plan(
@@ -41,9 +42,11 @@ def plan(
     Raises:
         PlanError: No program fits the limits, the incumbent is of another pipeline, or the budget is not a positive number of
             seconds. If no program fits, the text names the smallest limit that works.
+        CaseError: The case is not of one pipeline.
         PassError: The incumbent has communication ops.
         ScheduleError: The incumbent is not valid.
     """
+    case.require_one_pipeline("plan")
     if budget is not None and not budget > 0:
         raise PlanError(f"budget of {budget} seconds: expected a positive number")
     limits = in_flight if in_flight is None or isinstance(in_flight, int) else tuple(in_flight)

@@ -15,7 +15,8 @@ from typing import Final
 from adaptra.equations.warm_up import in_flight_limits, warm_up
 from adaptra.errors import PlanError
 from adaptra.program import Kind, Op, Program
-from adaptra.simulation.cost import MEMORY_TOLERANCE, Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import MEMORY_TOLERANCE, CostModel
 
 PAPER: Final = "paper"
 """Name of the programs of the paper's rule."""

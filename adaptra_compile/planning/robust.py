@@ -21,7 +21,8 @@ from adaptra.planning.timing import MAKESPAN, StepTiming
 from adaptra.program import Program
 from adaptra.program.placement import has_several
 from adaptra.program.schedules import GENERATORS, generate
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.scenarios import Scenario
 from adaptra.simulation.simulate import simulate
 

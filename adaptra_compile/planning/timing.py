@@ -16,7 +16,8 @@ from adaptra.passes.adapt_order import search
 from adaptra.planning.planner import plan
 from adaptra.program import Op, Program
 from adaptra.program.dependencies import RULE
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import Bound, BoundKind, lower_bound, simulate
 
 InFlight = int | Sequence[int] | None

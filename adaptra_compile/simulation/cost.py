@@ -1,26 +1,20 @@
 """The cost model: durations of ops, latency and occupancy of edges, and memory per microbatch.
 
-Only the cost model changes at run time, and every new plan is computed from it. A :class:`Case` is a cost model with a number
-of microbatches and a placement. ``adaptra plan`` and ``adaptra simulate`` read it from a file. ``docs/formats.md`` documents
-its JSON form. Times may be in any unit as long as all share it; the runtime uses seconds.
+Only the cost model changes at run time, and every new plan is computed from it. Times may be in any unit as long as all share
+it; the runtime uses seconds.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from pathlib import Path
-from typing import Any, Final
+from itertools import pairwise
+from typing import Final
 
 from adaptra.errors import CaseError
-from adaptra.json_files import read_json
-from adaptra.program import Kind, refuse_size
-from adaptra.program.placement import stages_of
-from adaptra.simulation.case_fields import CaseFields, check_numbers
-
-FORMAT_VERSION: Final = 1
+from adaptra.program import Kind
+from adaptra.simulation.case_fields import check_numbers
 
 MEMORY_TOLERANCE: Final = 1e-9
 """Tolerated excess of a sum of memory over its limit, for rounding."""
@@ -165,6 +159,15 @@ class CostModel:
         values: tuple[float, ...] = getattr(self, self._name("occupancy", source, destination))
         return values[min(source, destination)]
 
+    def placed(self, placement: Sequence[int]) -> CostModel:
+        """Return the model in which messages between stages of one rank take no time, as none is sent there."""
+        cost = self
+        for stage, (rank, following) in enumerate(pairwise(placement)):
+            if rank == following:
+                for edge in ((stage, stage + 1), (stage + 1, stage)):
+                    cost = cost.with_latency(*edge, 0.0).with_occupancy(*edge, 0.0)
+        return cost
+
     def _with_edge(self, what: str, source: int, destination: int, value: float) -> CostModel:
         name = self._name(what, source, destination)
         values = list(getattr(self, name))
@@ -176,124 +179,3 @@ class CostModel:
         if abs(source - destination) != 1 or not 0 <= min(source, destination) < self.stages - 1:
             raise CaseError(f"edge {source}→{destination}: expected two neighbouring stages of 0..{self.stages - 1}")
         return f"{what}_forward" if destination > source else f"{what}_backward"
-
-
-@dataclass(frozen=True)
-class Case:
-    """One planning problem: a cost model, the number of microbatches of a step, and the placement.
-
-    ``name`` is for people; ``placement[stage]`` is the stage's rank. ``barrier`` is whether ranks meet between steps, so that
-    all begin a step together. Then a step costs its makespan, otherwise the period of steps in a row.
-    """
-
-    cost: CostModel
-    microbatches: int
-    placement: tuple[int, ...]
-    name: str = "case"
-    barrier: bool = False
-
-    def __post_init__(self) -> None:
-        if self.microbatches < 1:
-            raise CaseError(f"M={self.microbatches}: expected at least one microbatch")
-        if refused := refuse_size(self.cost.stages, self.microbatches):
-            raise CaseError(f"S, M: {refused}")
-        for names, one in (
-            ("t_f, t_b, t_w, c_f, c_b, o_f, o_b", self.cost.once_through),
-            ("mem_f", sum(self.cost.memory_forward)),
-        ):
-            if not math.isfinite(self.microbatches * one):
-                raise CaseError(
-                    f"{names}: {self.microbatches} microbatches add up to more than 1.8e308: expected a larger unit"
-                )
-        ranks = set(self.placement)
-        if len(self.placement) != self.cost.stages or ranks != set(range(len(ranks))):
-            raise CaseError(f"placement {list(self.placement)}: expected {self.cost.stages} stages on ranks 0..R-1")
-        limit = self.cost.memory_limit
-        if limit is not None and len(limit) != len(ranks):
-            raise CaseError(f"mem_cap: expected {len(ranks)} numbers, one per rank, got {len(limit)}")
-
-    @staticmethod
-    def load(path: str | Path) -> Case:
-        """Read a case file.
-
-        Raises:
-            CaseError: The file is invalid. The text names the file, the field, its value and what was expected.
-        """
-        data = read_json(path, CaseError)
-        try:
-            return Case.from_json(data, name=Path(path).stem)
-        except CaseError as error:
-            raise CaseError(f"{path}: {error}") from None
-
-    @staticmethod
-    def from_json(data: Any, name: str = "case") -> Case:
-        """Read a case from its JSON object, which may also be wrapped as ``{"name": …, "case": {…}}``."""
-        outer = CaseFields(data)
-        fields = CaseFields(outer.objects("case") if outer.has("case") else data)
-        fields.only(_FIELDS)
-        if fields.given("version", FORMAT_VERSION) != FORMAT_VERSION:
-            raise CaseError(f"case version {fields.given('version')!r}: this adaptra reads version {FORMAT_VERSION}")
-        stages, microbatches = fields.count("S"), fields.count("M")
-        placement = fields.placement(stages)
-        ranks, edges = max(placement) + 1, stages - 1
-        cost = CostModel(
-            forward=fields.numbers("t_f", stages),
-            input_grad=fields.numbers("t_b", stages),
-            weight_grad=fields.numbers("t_w", stages),
-            latency_forward=fields.numbers("c_f", edges, 0),
-            latency_backward=fields.numbers("c_b", edges, fields.given("c_f", 0)),
-            occupancy_forward=fields.numbers("o_f", edges, 0, null=0),
-            occupancy_backward=fields.numbers("o_b", edges, fields.given("o_f", 0), null=0),
-            half_duplex=fields.one_of("duplex", ("full", "half")) == "half",
-            blocking=_blocking(fields.given("blocking_comm", False)),
-            memory_forward=fields.numbers("mem_f", stages, 1),
-            memory_input_grad=fields.numbers("mem_b", stages, 0.5),
-            memory_limit=None if fields.given("mem_cap", None) is None else fields.numbers("mem_cap", ranks),
-        )
-        return Case(cost, microbatches, placement, str(outer.given("name", name)), fields.flag("barrier"))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON object from which :meth:`from_json` reads an equal case."""
-        cost = self.cost
-        fields: dict[str, Any] = {
-            "version": FORMAT_VERSION,
-            "S": cost.stages,
-            "M": self.microbatches,
-            "t_f": list(cost.forward),
-            "t_b": list(cost.input_grad),
-            "t_w": list(cost.weight_grad),
-            "c_f": list(cost.latency_forward),
-            "c_b": list(cost.latency_backward),
-            "o_f": list(cost.occupancy_forward),
-            "o_b": list(cost.occupancy_backward),
-            "duplex": "half" if cost.half_duplex else "full",
-            "blocking_comm": {Blocking.NONE: False, Blocking.SEND: "send", Blocking.BOTH: "both"}[cost.blocking],
-            "mem_f": list(cost.memory_forward),
-            "mem_b": list(cost.memory_input_grad),
-            "mem_cap": None if cost.memory_limit is None else list(cost.memory_limit),
-            "placement": placement_lists(self.placement),
-            "barrier": self.barrier,
-        }
-        return {"name": self.name, "case": fields}
-
-
-_FIELDS: Final = frozenset(
-    "version S M t_f t_b t_w c_f c_b o_f o_b duplex blocking_comm mem_cap mem_f mem_b placement barrier".split()
-)
-
-
-def _blocking(value: Any) -> Blocking:
-    match value:
-        case False | None:
-            return Blocking.NONE
-        case "send":
-            return Blocking.SEND
-        case True | "both":
-            return Blocking.BOTH
-        case _:
-            raise CaseError(f"blocking_comm: expected false, true, 'send' or 'both', got {value!r}")
-
-
-def placement_lists(placement: tuple[int, ...]) -> list[list[int]]:
-    """Return the JSON form of a placement: one list of stages per rank."""
-    return [list(stages_of(rank, placement)) for rank in range(max(placement) + 1)]

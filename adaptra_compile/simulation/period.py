@@ -20,8 +20,8 @@ from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import INPUT_GRADIENT, RULE, WEIGHT_GRADIENT
 from adaptra.program.routing import Routing
 from adaptra.program.verify import verify
-from adaptra.simulation.cost import Case, CostModel, placement_lists
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case, placement_lists
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.timeline import OpInterval
 
 STEPS: Final = 8
@@ -46,7 +46,7 @@ class PeriodicSimulation:
     """
 
     program: Program
-    case: JobCase
+    case: Case
     period: float
     makespan: float
     held: tuple[int, ...]
@@ -84,7 +84,7 @@ class PeriodicSimulation:
         }
 
 
-def simulate_period(program: Program, case: JobCase) -> PeriodicSimulation:
+def simulate_period(program: Program, case: Case) -> PeriodicSimulation:
     """Simulate :data:`STEPS` steps of a program of several replicas. Communication ops are skipped: the case times messages.
 
     Without REDUCE and STEP in the program, each worker ends its step with them.
@@ -119,7 +119,7 @@ def pipeline_period(program: Program, cost: CostModel) -> float:
     program.require_one_pipeline("pipeline_period")
     if program.stages != cost.stages:
         raise CaseError(f"{program.name} has {program.stages} stages, the cost model {cost.stages}: expected as many")
-    found = _C.period_of(program, cost, _C.to_orders(program.orders), RULE, STEPS)
+    found = _C.period_of(program, cost.placed(program.placement), _C.to_orders(program.orders), RULE, STEPS)
     if found is None:
         verify(program)
         raise AssertionError(f"{program.name}: the simulator can't execute what the verifier accepts")
@@ -135,12 +135,12 @@ def simulate_alike(program: Program, cost: CostModel, changing: Collection[int] 
     return simulate_period(program, alike_case(program, cost, changing=changing))
 
 
-def alike_case(program: Program, cost: CostModel, *, hands_over: bool = True, changing: Collection[int] = ()) -> JobCase:
+def alike_case(program: Program, cost: CostModel, *, hands_over: bool = True, changing: Collection[int] = ()) -> Case:
     """Return the case of a program of several replicas that all have the same costs; REDUCE and STEP take no time.
 
-    A limit of memory is that of :meth:`JobCase.of`. ``changing`` are the stages whose forwards change buffers.
+    A limit of memory is that of :meth:`.Case.of_replicas`. ``changing`` are the stages whose forwards change buffers.
     """
-    case = JobCase.of(Case(cost, program.microbatches, program.placement), program.replicas)
+    case = Case(cost, program.microbatches, program.placement).of_replicas(program.replicas)
     return replace(case, hands_over=hands_over, changing=frozenset(changing))
 
 
@@ -159,8 +159,13 @@ def with_updates(program: Program) -> Program:
     return replace(program, orders=tuple(orders))
 
 
-def job_of(case: JobCase, routing: Routing) -> _C.Job:
-    """Return the numbers of a case and a routing as the C++ code takes them."""
+def job_of(case: Case, routing: Routing) -> _C.Job:
+    """Return the numbers of a case and a routing as the C++ code takes them.
+
+    Raises:
+        CaseError: Edges are half duplex or communication blocks.
+    """
+    case.check_edges()
     workers = routing.live[-1] + 1
     holders = [
         routing.holder(replica, stage, microbatch)
@@ -204,7 +209,7 @@ def unpacked(order: bytes, replica: int | None = None) -> tuple[Op, ...]:
     )
 
 
-def check_fit(program: Program, case: JobCase) -> Routing:
+def check_fit(program: Program, case: Case) -> Routing:
     """Check that a program is of a case's size, and return its routing.
 
     Raises:

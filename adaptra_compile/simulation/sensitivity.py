@@ -50,7 +50,8 @@ class EdgeSensitivity:
 
 
 def sensitivity(program: Program, cost: CostModel) -> tuple[EdgeSensitivity, ...]:
-    """Return one entry per directed edge, 0→1, 1→0, 1→2 and so on, including edges between stages of one rank.
+    """Return one entry per directed edge, 0→1, 1→0, 1→2 and so on, but for those between stages of one rank, where no
+    message is sent.
 
     Each edge takes a handful of simulations, or a few dozen if communication blocks or shares an edge.
 
@@ -63,6 +64,8 @@ def sensitivity(program: Program, cost: CostModel) -> tuple[EdgeSensitivity, ...
 
 def _edges(program: Program) -> Iterator[tuple[int, int]]:
     for edge in range(program.stages - 1):
+        if program.placement[edge] == program.placement[edge + 1]:
+            continue
         yield edge, edge + 1
         if not program.is_forward_only:
             yield edge + 1, edge

@@ -18,7 +18,8 @@ from adaptra import _C
 from adaptra.errors import CaseError
 from adaptra.program import Kind, Program
 from adaptra.program.dependencies import RULE
-from adaptra.simulation.cost import MEMORY_TOLERANCE, Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import MEMORY_TOLERANCE, CostModel
 from adaptra.simulation.critical_path import Interval, critical_path
 from adaptra.simulation.timeline import MessageInterval, OpInterval, Source, Timeline
 
@@ -29,7 +30,7 @@ class Simulation:
 
     Attributes:
         program: The program, as given.
-        cost: The cost model, as given.
+        cost: The cost model, with no time for messages between stages of one rank.
         makespan: The end of the last op.
         peak_in_flight: Per stage, the most microbatches whose F has started and whose I or B has not ended. In a forward-only
             program, the most microbatches whose F has started and not ended.
@@ -134,7 +135,7 @@ class Simulation:
 def simulate(program: Program, cost: CostModel) -> Simulation:
     """Simulate one step of ``program`` under ``cost``. Communication ops are skipped, since the cost model times messages.
 
-    Every placement is accepted. Messages between stages of one rank also take the latency and occupancy of their edge.
+    Every placement is accepted. Messages between stages of one rank take no time.
 
     Raises:
         CaseError: The program and the cost model have different numbers of stages.
@@ -144,6 +145,7 @@ def simulate(program: Program, cost: CostModel) -> Simulation:
     program.require_one_pipeline("simulate")
     if program.stages != cost.stages:
         raise CaseError(f"{program.name} has {program.stages} stages, the cost model {cost.stages}: expected as many")
+    cost = cost.placed(program.placement)
     simulated = _C.simulate(program, cost, _C.to_orders(program.orders), RULE)
     if not simulated.complete:
         from adaptra.program.verify import verify
@@ -204,7 +206,11 @@ def lower_bound(case: Case) -> Bound:
 
     It is valid for every order, every placement and every mode of communication, with I and W or with B. It is infinite if a
     single microbatch exceeds a memory limit, so that no plan exists.
+
+    Raises:
+        CaseError: The case is not of one pipeline.
     """
+    case.require_one_pipeline("lower_bound")
     value, name, where = _C.lower_bound(case)
     kind = BoundKind(name)
     match kind:

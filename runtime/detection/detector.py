@@ -45,7 +45,7 @@ class Detection:
         scenarios: The possible delays of messages on lossy edges, if there are any.
         hold_off: Steps for which no plan for it runs, because all that has changed is the recovery of flapping edges or stages.
         noise: The standard deviation of a step's time, seconds.
-        by_replica: The new costs of each replica; empty where one pipeline is watched on its own.
+        by_replica: The new costs of each replica; empty in what the detector of one replica finds.
         is_review: Whether nothing has changed, and the costs are those of the last steps.
         barrier: Whether all ranks meet between steps.
         barrier_is_new: Whether the running plan is for the other answer to that.

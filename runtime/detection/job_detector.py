@@ -1,4 +1,4 @@
-"""The detector of a job of several replicas: one detector for each, and what they find at the same step as one detection."""
+"""The detector of a job: one detector for each replica, and what they find at the same step as one detection."""
 
 from __future__ import annotations
 
@@ -81,14 +81,19 @@ class JobDetector:
         return self._joined(measurements[0].step, found)
 
     def _joined(self, step: int, found: Sequence[Detection | None]) -> Detection:
-        """Return what the detectors of all replicas have found as one detection. Those that found nothing keep their costs."""
+        """Return what the detectors of all replicas have found as one detection. Those that found nothing keep their costs.
+
+        Lossy edges have scenarios in a job of one replica only.
+        """
         by_replica = tuple(
             detector.cost if one is None else one.cost for detector, one in zip(self._detectors, found, strict=True)
         )
+        known = [one for one in found if one is not None]
+        if len(found) == 1:
+            return replace(known[0], step=step, by_replica=by_replica)
         changes = tuple(
             replace(change, replica=replica) for replica, one in enumerate(found) if one is not None for change in one.changes
         )
-        known = [one for one in found if one is not None]
         hold_off = min((one.hold_off for one in known if one.changes), default=0)
         noise = max(one.noise for one in known)
         return Detection(step, changes, largest(by_replica), (), hold_off, noise, by_replica)

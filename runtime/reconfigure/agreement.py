@@ -22,7 +22,8 @@ from adaptra.runtime.detection.job_detector import MEASURED
 from adaptra.runtime.exchange.state_transfer import VALUE, Handover
 from adaptra.runtime.measuring.measurement import StageMeasurement
 from adaptra.runtime.transports.link_probe import measure_links
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.cut_points import CutPoint, CutPoints, positions_of
 
 RESTART_SECONDS: Final = 1.0

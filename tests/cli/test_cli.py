@@ -19,8 +19,7 @@ from adaptra.program.schedules import generate
 from adaptra.program.torch_csv import from_csv
 from adaptra.program.verify import verify
 from adaptra.report import perfetto
-from adaptra.simulation.cost import Case
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 from adaptra.simulation.sensitivity import sensitivity
 from adaptra.simulation.simulate import lower_bound, simulate
 
@@ -322,7 +321,7 @@ def test_every_field_of_a_case_is_documented() -> None:
     text = (DOCS / "formats.md").read_text()
     pipeline, job = text.split("| `version` | of this format |")[1:]
     given = [json.loads(example) for example in re.findall(r"```json\n(.*?)```", text, re.DOTALL)]
-    written = [Case.from_json(given[0]).to_json()["case"], JobCase.from_json(given[1]).to_json()]
+    written = [Case.from_json(given[0]).to_json()["case"], Case.from_json(given[1]).to_json()]
     for table, fields in zip((pipeline, job), written, strict=True):
         rows = re.findall(r"^\| (`.*?) \|", table.split("\n\n")[0], re.MULTILINE)
         assert {field for row in rows for field in re.findall(r"`(\w+)`", row)} == set(fields) - {"version", "name"}

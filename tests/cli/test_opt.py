@@ -15,7 +15,7 @@ from adaptra.passes import PASSES, parse_pipeline
 from adaptra.program import Program
 from adaptra.program.schedules import one_f_one_b
 from adaptra.program.torch_csv import to_csv
-from adaptra.simulation.cost import Case
+from adaptra.simulation.case import Case
 
 CASE = {"S": 2, "M": 3, "t_f": 2, "t_b": 2, "t_w": 1, "c_f": 4}
 JOB = {"P": 2, "S": 2, "M": 1, "t_f": 1, "t_i": 1, "t_w": 1}

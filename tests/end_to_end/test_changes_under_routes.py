@@ -12,8 +12,8 @@ from processes import run_processes
 from adaptra.planning.routes.job_planner import plan_job
 from adaptra.program import Program
 from adaptra.program.routing import Routing
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 
 pytestmark = pytest.mark.processes
 
@@ -43,7 +43,7 @@ class Trained(NamedTuple):
 
 def routed(paths: Sequence[Sequence[tuple[int, ...]]]) -> Program:
     """The best order found for these paths of each replica's microbatches."""
-    case = JobCase.of(Case(CostModel.uniform(2, 1.0, 1.0, 1.0), MICROBATCHES, (0, 1)), 2)
+    case = Case(CostModel.uniform(2, 1.0, 1.0, 1.0), MICROBATCHES, (0, 1)).of_replicas(2)
     return plan_job(case, routing=Routing.of_paths((FIRST, SECOND), paths))
 
 

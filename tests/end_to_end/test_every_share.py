@@ -13,8 +13,8 @@ from processes import run_processes
 from adaptra.planning.routes.job_planner import plan_job
 from adaptra.program import Program
 from adaptra.program.routing import Routing
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 
 pytestmark = pytest.mark.processes
 
@@ -43,7 +43,7 @@ def every_share() -> list[Program]:
             for number in away:
                 paths[replica][number][stage] = helper
             routing = Routing.of_paths(HOMES, [[tuple(path) for path in of_replica] for of_replica in paths])
-            found.append(plan_job(JobCase.of(CASE, 2), routing=routing))
+            found.append(plan_job(CASE.of_replicas(2), routing=routing))
     return found
 
 

@@ -17,8 +17,8 @@ from adaptra.program.routing import Routing
 from adaptra.report import perfetto
 from adaptra.report.job_picture import colour_of
 from adaptra.report.run_records import load_run
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.timeline import Timeline
 from adaptra.simulation.worker_steps import paces, worker_steps
 
@@ -32,7 +32,7 @@ NAMES = ["0.0", "0.1", "0.2", "1.0", "1.1", "1.2"]
 
 def shared() -> Program:
     """Worker 1.1 gives its microbatches 1 and 2 to worker 0.1."""
-    case = JobCase.of(Case(CostModel.uniform(STAGES, 1.0, 1.0, 1.0), MICROBATCHES, (0, 1, 2)), REPLICAS)
+    case = Case(CostModel.uniform(STAGES, 1.0, 1.0, 1.0), MICROBATCHES, (0, 1, 2)).of_replicas(REPLICAS)
     paths = [[FIRST] * 4, [SECOND, (3, 1, 5), (3, 1, 5), SECOND]]
     return plan_job(case, routing=Routing.of_paths((FIRST, SECOND), paths))
 

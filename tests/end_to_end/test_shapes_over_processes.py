@@ -200,10 +200,10 @@ def step_under_routes(rank: int) -> Any:
     import adaptra
     from adaptra.planning.routes.job_planner import plan_job
     from adaptra.program.routing import Routing
-    from adaptra.simulation.cost import Case, CostModel
-    from adaptra.simulation.job_case import JobCase
+    from adaptra.simulation.case import Case
+    from adaptra.simulation.cost import CostModel
 
-    case = JobCase.of(Case(CostModel.uniform(2, 1.0, 1.0, 1.0), 4, (0, 1)), 2)
+    case = Case(CostModel.uniform(2, 1.0, 1.0, 1.0), 4, (0, 1)).of_replicas(2)
     paths = [[(0, 1)] * 4, [(2, 3), (2, 1), (0, 3), (2, 1)]]
     routed = plan_job(case, routing=Routing.of_paths(((0, 1), (2, 3)), paths))
     found: list[Any] = []

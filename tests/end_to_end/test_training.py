@@ -28,7 +28,8 @@ from adaptra.program import Op, Program
 from adaptra.program.schedules import gpipe, one_f_one_b
 from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 from adaptra.runtime.control.plans.plan import Plan
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 
 STAGES = 4
 ROWS = 24

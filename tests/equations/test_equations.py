@@ -20,7 +20,8 @@ from adaptra.errors import PlanError
 from adaptra.planning.explaining.explanation import explain
 from adaptra.program import Program
 from adaptra.program.schedules import forward_only, generate, gpipe, one_f_one_b
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
 
 TEN = CostModel.uniform(4, 10, 10, 10)

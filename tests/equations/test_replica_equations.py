@@ -22,8 +22,8 @@ from adaptra.planning.explaining.job_numbers import JobNumbers
 from adaptra.planning.responses.normalize import normalized, stage_work
 from adaptra.planning.routes.period_bound import PeriodBoundKind, period_bound
 from adaptra.planning.routes.route import counts, share_evenly
+from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.job_case import JobCase
 from adaptra.simulation.period import simulate_period
 
 MODEL = replica_equations()
@@ -105,7 +105,7 @@ def test_normalisation_reaches_the_least_period_within_which_the_stages_bear_all
 ) -> None:
     f, i, w, reduce, step = (tuple(of_stages) for of_stages in zip(*stages, strict=True))
     none = (0.0,) * (len(stages) - 1)
-    case = JobCase(CostModel(f, i, w, none, none, none, none), replicas, microbatches, step, reduce)
+    case = Case(CostModel(f, i, w, none, none, none, none), microbatches, replicas=replicas, step=step, reduce=reduce)
     works = {
         (stage, lost): float(MODEL.work.evaluate(lost, microbatches, replicas, *ops))
         for stage, ops in enumerate(stages)

@@ -19,8 +19,8 @@ from adaptra.errors import AdaptraError
 from adaptra.planning.routes.job_planner import plan_job
 from adaptra.program import Program
 from adaptra.program.routing import Routing
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 
 ROWS, MICROBATCHES = 8, 4
 DOCUMENTED = {
@@ -400,7 +400,7 @@ def train_with_and_without_routes(rank: int, program: Program) -> tuple[list[Any
 
 @pytest.mark.processes
 def test_outputs_come_home_from_other_replicas() -> None:
-    case = JobCase.of(Case(CostModel.uniform(1, 1.0, 1.0, 1.0), MICROBATCHES, (0,)), 2)
+    case = Case(CostModel.uniform(1, 1.0, 1.0, 1.0), MICROBATCHES, (0,)).of_replicas(2)
     program = plan_job(case, routing=Routing.of_paths((HOME, OTHER), PATHS))
     found = run_processes(train_with_and_without_routes, 2, program)
     for rank, (at_home, routed) in enumerate(found):

@@ -24,7 +24,7 @@ CLASSES = {
     "adaptra.runtime.transports.c10d.c10d.C10dTransport": 16,
     "adaptra.runtime.worker.stages.stage.TrainingStage": 18,
     "adaptra.runtime.worker.step.rank_programs.RankPrograms": 19,
-    "adaptra.simulation.job_case.JobCase": 17,
+    "adaptra.simulation.case.Case": 17,
 }
 """Fields of a dataclass, or what the methods of another class assign to ``self``; inherited ones are the base class's."""
 

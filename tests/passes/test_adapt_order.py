@@ -21,7 +21,8 @@ from adaptra.program import Kind, Program
 from adaptra.program.dependencies import RULE
 from adaptra.program.schedules import forward_only, generate, gpipe, one_f_one_b
 from adaptra.program.verify import verify
-from adaptra.simulation.cost import Blocking, Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import Blocking, CostModel
 from adaptra.simulation.simulate import Simulation, lower_bound, simulate
 
 TEN = CostModel.uniform(4, 10, 10, 10)

@@ -15,11 +15,11 @@ from adaptra.planning.routes.job_planner import plan_job
 from adaptra.program import Kind, Op, Program
 from adaptra.program.placement import v_shaped
 from adaptra.program.verify import verify
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 from adaptra.simulation.period import simulate_period
 
 
-def fold_of(case: JobCase) -> str:
+def fold_of(case: Case) -> str:
     return "handover" if case.hands_over else "contributions"
 
 

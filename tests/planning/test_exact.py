@@ -21,7 +21,8 @@ from adaptra.planning.planner import plan
 from adaptra.program import Kind, Op, Program
 from adaptra.program.schedules import one_f_one_b
 from adaptra.program.verify import verify
-from adaptra.simulation.cost import Blocking, Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import Blocking, CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
 
 needs_solver = pytest.mark.skipif(find_spec("ortools") is None, reason="needs OR-tools: pip install 'adaptra[exact]'")

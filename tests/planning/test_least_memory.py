@@ -26,7 +26,8 @@ from adaptra.program.verify import verify
 from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 from adaptra.runtime.launch.free_memory import free_on, left_in_groups
 from adaptra.runtime.options import Options
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import Simulation, lower_bound, simulate
 
 CASES = sorted(paths.CASES.glob("*.json"))

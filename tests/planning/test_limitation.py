@@ -12,7 +12,8 @@ from strategies import cases
 from adaptra.planning.limitation import Limitation, what_limits
 from adaptra.planning.planner import plan
 from adaptra.program.schedules import one_f_one_b
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import simulate
 
 TEN = CostModel.uniform(4, 10, 10, 10)

@@ -14,7 +14,8 @@ from strategies import cases
 from adaptra.errors import PlanError
 from adaptra.planning.published import paper_rule, uniform_slack
 from adaptra.program.verify import verify
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import simulate
 
 

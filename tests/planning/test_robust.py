@@ -15,7 +15,8 @@ from adaptra.planning.published import uniform_slack
 from adaptra.planning.robust import Objective, robust_plan
 from adaptra.program.schedules import one_f_one_b
 from adaptra.program.verify import verify
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.scenarios import Scenario, delay_scenarios
 from adaptra.simulation.simulate import simulate
 

@@ -19,14 +19,14 @@ from adaptra.program.placement import v_shaped
 from adaptra.report.job_picture import STEPS_SHOWN, UPDATES, colour_of, draw_jobs
 from adaptra.report.job_rows import MOST_ROWS, job_rows, render_job
 from adaptra.report.job_trace import job_trace, write_job_trace
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 from adaptra.simulation.period import PeriodicSimulation, simulate_period
 
 SVG = "{http://www.w3.org/2000/svg}"
 LOST = replace(even_case(3, 4, 6, 3.0), lost=frozenset({6}))
 
 
-def planned(case: JobCase) -> PeriodicSimulation:
+def planned(case: Case) -> PeriodicSimulation:
     routing = share_evenly(case, in_turns=False)
     return simulate_period(plan_job(case, effort=20_000, routing=routing), case)
 
@@ -138,7 +138,7 @@ def test_a_trace_names_workers_and_homes_and_has_all_ops(tmp_path: Path) -> None
     data = json.loads((tmp_path / "t.json").read_text())
     assert data == json.loads(json.dumps(job_trace(simulated)))
     assert (data["otherData"]["format"], data["otherData"]["period"]) == ("adaptra-job-trace", 30.0)
-    assert JobCase.from_json(data["otherData"]["case"]) == LOST
+    assert Case.from_json(data["otherData"]["case"]) == LOST
     names = {event["args"]["name"] for event in data["traceEvents"] if event["ph"] == "M"}
     assert {"replica 1", "worker 6 (1.2 lost)", "worker 2 (0.2)"} <= names
     slices = [event for event in data["traceEvents"] if event["ph"] == "X"]

@@ -13,8 +13,8 @@ from adaptra.passes import insert_comm
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import RULE, Row, When
 from adaptra.program.routing import Routing
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.period import simulate_period
 from adaptra.simulation.simulate import simulate
 
@@ -48,7 +48,7 @@ def pipelines() -> list[tuple[Program, CostModel]]:
     return found
 
 
-def jobs() -> list[tuple[Program, JobCase]]:
+def jobs() -> list[tuple[Program, Case]]:
     """Programs of several replicas around lost and slow workers, on stages that change buffers too."""
     cases = [random_case(seed, shapes=seed % 3 > 0) for seed in SEEDS]
     for seed, case in enumerate(cases):
@@ -120,16 +120,10 @@ def test_one_pipeline_has_the_same_makespan_in_both_simulators(seed: int) -> Non
     dice = random.Random(f"makespan {seed}")
     placement = random_placement(1 + seed % 5, seed)
     cost = costs(seed, len(placement))
-    late = [cost.latency_forward, cost.latency_backward]
-    apart = [
-        placement[edge] != placement[edge + 1] for edge in range(len(placement) - 1)
-    ]  # a worker's own messages take no time
-    late = [tuple(time * is_apart for time, is_apart in zip(times, apart, strict=True)) for times in late]
-    cost = replace(cost, latency_forward=late[0], latency_backward=late[1])
     if max(placement) + 1 == len(placement):  # a rank with several stages has a port where their messages wait for each other
         rooms = [tuple(dice.choice((0.0, 0.25, 1.5)) for _ in range(len(placement) - 1)) for _ in range(2)]
         cost = replace(cost, occupancy_forward=rooms[0], occupancy_backward=rooms[1])
-    case = JobCase.of(Case(cost, 1 + seed % 6, placement), 1)
+    case = Case(cost, 1 + seed % 6, placement).of_replicas(1)
     program = replace(random_job_program(case, seed), routing=Routing.of_pipeline(placement, case.microbatches))
     assert program.is_one_pipeline
     alone = replace(program, orders=tuple(tuple(op for op in order if not op.kind.is_update) for order in program.orders))

@@ -14,12 +14,12 @@ from adaptra.errors import CaseError, ScheduleError
 from adaptra.program import Program
 from adaptra.program.routing import Routing
 from adaptra.program.schedules import generate
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 from adaptra.simulation.period import STEPS, simulate_period
 from adaptra.simulation.simulate import simulate
 
 
-def with_times_above_zero(case: JobCase) -> JobCase:
+def with_times_above_zero(case: Case) -> Case:
     """Ops that take no time end in an order that the definition leaves open."""
     cost = replace(
         case.cost,

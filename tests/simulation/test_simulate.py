@@ -17,7 +17,8 @@ from naive import greedy, messages, random_program, simulate_by_iteration
 from adaptra.errors import CaseError, ScheduleError
 from adaptra.program import Kind, Op, Program
 from adaptra.program.schedules import generate
-from adaptra.simulation.cost import Blocking, Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import Blocking, CostModel
 from adaptra.simulation.simulate import BoundKind, Simulation, lower_bound, simulate
 from adaptra.simulation.timeline import MessageInterval, OpInterval
 

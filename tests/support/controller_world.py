@@ -7,7 +7,8 @@ from adaptra.program.schedules import gpipe, zb_h1
 from adaptra.runtime.control.deciding.replanning import step_bound, step_seconds
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.measuring.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 
 RANKS, MICROBATCHES = 4, 8
 HEALTHY = CostModel.uniform(RANKS, 0.02, 0.02, 0.01, latency=2e-4)

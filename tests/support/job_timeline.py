@@ -5,15 +5,15 @@ from __future__ import annotations
 from adaptra.planning.routes.job_planner import plan_job
 from adaptra.program import Kind, Op
 from adaptra.program.routing import Routing
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.timeline import MessageInterval, OpInterval, ReduceInterval, Source, Timeline
 
 
 def job_timeline() -> Timeline:
     """Forwards alone, of two microbatches. Times are seconds."""
     paths = [[(0, 1)] * 2, [(2, 1), (2, 3)]]
-    case = JobCase.of(Case(CostModel.uniform(2, 1.0, 1.0, 1.0), 2, (0, 1)), 2)
+    case = Case(CostModel.uniform(2, 1.0, 1.0, 1.0), 2, (0, 1)).of_replicas(2)
     program = plan_job(case, routing=Routing.of_paths(((0, 1), (2, 3)), paths))
 
     def forward(worker: int, replica: int, microbatch: int, start: float, seconds: float = 0.1) -> OpInterval:

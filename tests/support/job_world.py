@@ -13,7 +13,8 @@ from adaptra.program.schedules import one_f_one_b
 from adaptra.runtime.control.deciding.job_planning import JobPlanning
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.measuring.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
 
 REPLICAS, STAGES, MICROBATCHES = 2, 3, 4

@@ -9,17 +9,17 @@ from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import needs
 from adaptra.program.placement import in_turn, v_shaped
 from adaptra.program.routing import Route, Routing
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase, WorkerLink
+from adaptra.simulation.case import Case, WorkerLink
+from adaptra.simulation.cost import CostModel
 
 
-def even_case(replicas: int, stages: int, microbatches: int, optimizer: float = 0.0) -> JobCase:
+def even_case(replicas: int, stages: int, microbatches: int, optimizer: float = 0.0) -> Case:
     """A healthy case in which F, I and W take 1, without memory limit."""
     pipeline = Case(CostModel.uniform(stages, 1, 1, 1), microbatches, tuple(range(stages)))
-    return JobCase.of(pipeline, replicas, optimizer)
+    return pipeline.of_replicas(replicas, optimizer)
 
 
-def random_case(seed: int, *, links: bool = False, shapes: bool = False) -> JobCase:
+def random_case(seed: int, *, links: bool = False, shapes: bool = False) -> Case:
     """A small case with unequal stages, and by chance lost and slow workers and unequal links.
 
     With ``shapes`` its workers may also have several stages, anywhere, and update behind a barrier.
@@ -46,17 +46,17 @@ def random_case(seed: int, *, links: bool = False, shapes: bool = False) -> JobC
         occupancy_forward=(0.0,) * (stages - 1),
         occupancy_backward=(0.0,) * (stages - 1),
     )
-    case = JobCase(
+    case = Case(
         cost,
-        replicas,
         microbatches,
-        times(8),
-        times(4),
+        placement,
+        replicas=replicas,
+        step=times(8),
+        reduce=times(4),
         slow={chance.choice([*workers]): chance.choice([1.5, 2.0, 3.7])} if chance.random() < 0.5 else {},
         lost=frozenset(lost),
         hand_over=chance.choice([0.0, 0.75]),
         hands_over=chance.random() < 0.7,
-        placement=placement,
         barrier=shapes and seed % 2 == 0,
         changing=frozenset(stage for stage in range(stages) if chance.random() < 0.2),
         name=f"random {seed}",
@@ -80,7 +80,7 @@ def random_placement(stages: int, seed: int) -> tuple[int, ...]:
     return chance.choice([any_other, (in_turn(ranks) * stages)[:stages], (v_shaped(ranks) * stages)[:stages]])
 
 
-def random_routing(case: JobCase, seed: int) -> Routing:
+def random_routing(case: Case, seed: int) -> Routing:
     """A routing of a case in which every microbatch of every replica may pass each stage on any live worker."""
     chance = random.Random(seed)
     grid = case.grid
@@ -99,7 +99,7 @@ def random_routing(case: JobCase, seed: int) -> Routing:
     return Routing(grid, tuple(routes), case.microbatches)
 
 
-def random_job_program(case: JobCase, seed: int) -> Program:
+def random_job_program(case: Case, seed: int) -> Program:
     """A program of a case, without deadlock, whose workers run any op that is ready and keeps microbatch order."""
     chance = random.Random(seed)
     routing = random_routing(case, seed)

@@ -10,8 +10,8 @@ from itertools import count
 
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import Need, needs
+from adaptra.simulation.case import Case, WorkerLink
 from adaptra.simulation.cost import Blocking, CostModel
-from adaptra.simulation.job_case import JobCase, WorkerLink
 
 
 def neighbour_waiting(op: Op, stages: int) -> int | None:
@@ -64,16 +64,18 @@ def _one_round(program: Program, cost: CostModel, previous: dict[Op, tuple[float
 
 
 def messages(program: Program, cost: CostModel, times: dict[Op, tuple[float, float]]) -> dict[Op, tuple[float, float]]:
-    """When the message of each op that sends one departs and arrives, given when the ops run."""
+    """When the message of each op that sends one departs and arrives, given when the ops run; at once within a rank."""
     queues: dict[object, list[tuple[float, bool, int, Op]]] = defaultdict(list)
+    found: dict[Op, tuple[float, float]] = {}
     for order in program.orders:
         for index, op in enumerate(order):
             neighbour = neighbour_waiting(op, program.stages)
-            if neighbour is not None:
+            if neighbour is not None and program.placement[neighbour] == program.placement[op.stage]:
+                found[op] = times[op][1], times[op][1]
+            elif neighbour is not None:
                 backward = neighbour < op.stage
                 edge = min(neighbour, op.stage)
                 queues[edge if cost.half_duplex else (edge, backward)].append((times[op][1], backward, index, op))
-    found: dict[Op, tuple[float, float]] = {}
     for queue in queues.values():
         free = 0.0
         for posted, backward, _, op in sorted(queue, key=lambda entry: entry[:3]):
@@ -154,7 +156,7 @@ _At = tuple[int, Op]  # a step, and an op of it
 _Times = dict[_At, tuple[float, float]]
 
 
-def simulate_steps(program: Program, case: JobCase, steps: int) -> _Times:
+def simulate_steps(program: Program, case: Case, steps: int) -> _Times:
     """Start and end of every op in every step of a program of several replicas, as the fixed point of the definition.
 
     Needs REDUCE and STEP in the program and, where messages share links and ports, ops that take time.
@@ -168,7 +170,7 @@ def simulate_steps(program: Program, case: JobCase, steps: int) -> _Times:
     raise AssertionError("no fixed point")
 
 
-def _one_round_of_steps(program: Program, case: JobCase, steps: int, previous: _Times) -> _Times:
+def _one_round_of_steps(program: Program, case: Case, steps: int, previous: _Times) -> _Times:
     arrived = _arrivals(program, case, previous)
     routing = program.routing
     before = {op: (order[index - 1] if index else None) for order in program.orders for index, op in enumerate(order)}
@@ -199,14 +201,14 @@ def _reduces_in(step: int, at: _At) -> bool:
     return at[0] == step and at[1].kind is Kind.REDUCE
 
 
-def _duration(case: JobCase, op: Op) -> float:
+def _duration(case: Case, op: Op) -> float:
     backward = case.cost.input_grad[op.stage], case.cost.weight_grad[op.stage]
     of = {Kind.F: case.cost.forward[op.stage], Kind.I: backward[0], Kind.W: backward[1], Kind.B: sum(backward)}
     return {**of, Kind.STEP: case.step[op.stage], Kind.REDUCE: 0.0}[op.kind]
 
 
 def _there(
-    program: Program, case: JobCase, worker: int, producer: _At, op: Op, previous: _Times, arrived: dict[_At, float]
+    program: Program, case: Case, worker: int, producer: _At, op: Op, previous: _Times, arrived: dict[_At, float]
 ) -> float:
     """When what ``op`` needs of its producer is on its worker."""
     _, made = producer
@@ -216,7 +218,7 @@ def _there(
     return ended + case.hand_over if made.microbatch != op.microbatch else arrived[producer]
 
 
-def _arrivals(program: Program, case: JobCase, previous: _Times) -> dict[_At, float]:
+def _arrivals(program: Program, case: Case, previous: _Times) -> dict[_At, float]:
     """When the activation or the gradient of every F, I and B arrives; messages take their links and ports in order of time."""
     place = {op: (worker, index) for worker, order in enumerate(program.orders) for index, op in enumerate(order)}
     free: defaultdict[tuple[str, int, int], float] = defaultdict(float)

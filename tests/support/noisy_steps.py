@@ -26,7 +26,8 @@ from adaptra.runtime.detection.detector import Detection
 from adaptra.runtime.detection.shape_scales import RelativeSizes, ShapeScales
 from adaptra.runtime.measuring.measurement import StepMeasurement
 from adaptra.runtime.measuring.monitor import Monitor
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import simulate
 from adaptra.simulation.timeline import MessageInterval
 

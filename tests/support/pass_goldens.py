@@ -35,7 +35,7 @@ from paths import GOLDEN
 
 from adaptra.cli import main
 from adaptra.program import Program
-from adaptra.simulation.cost import Case
+from adaptra.simulation.case import Case
 from adaptra.simulation.simulate import simulate
 
 FOLDER = GOLDEN / "passes"

@@ -18,7 +18,8 @@ from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.control_store.schema import encode
 from adaptra.runtime.detection.news import NewsReader, NewsTeller
 from adaptra.runtime.measuring.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 
 CASE = Case(CostModel.uniform(2, 0.02, 0.02, 0.01), 4, (0, 1))
 PLAN = Plan(0, gpipe(2, 4), CASE, 0.3, 0.25, "initial")

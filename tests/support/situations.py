@@ -15,7 +15,8 @@ from adaptra.planning.planner import plan
 from adaptra.program import Program
 from adaptra.program.schedules import one_f_one_b
 from adaptra.report import text
-from adaptra.simulation.cost import Blocking, Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import Blocking, CostModel
 from adaptra.simulation.simulate import Simulation, lower_bound, simulate
 
 

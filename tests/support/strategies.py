@@ -7,7 +7,8 @@ from collections.abc import Callable
 from hypothesis import strategies as st
 
 from adaptra.program import Kind, Op, Program
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 
 
 @st.composite

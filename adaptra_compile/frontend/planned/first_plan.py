@@ -19,7 +19,7 @@ from adaptra.program.schedules import generate_for, two_phases
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.options.planning_options import PlanningOptions
 from adaptra.runtime.worker.step.rank_programs import check_memory
-from adaptra.simulation.cost import Case
+from adaptra.simulation.case import Case
 from adaptra.simulation.scenarios import delay_scenarios
 from adaptra.simulation.simulate import lower_bound, simulate
 

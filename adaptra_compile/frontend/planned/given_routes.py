@@ -13,8 +13,7 @@ from adaptra.program.verify import verify
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.options import Options
 from adaptra.runtime.worker.step.rank_programs import check_memory
-from adaptra.simulation.cost import Case
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 from adaptra.simulation.period import simulate_alike
 
 
@@ -36,7 +35,7 @@ def routed_plan(program: Program, case: Case, replicas: int, compiled: CompiledS
     what = f"schedule {program.name}"
     if options.adapt:
         raise OptionError(f"{what} with routes and adapt=True: expected adapt=False, as routes are followed and not changed")
-    grid = JobCase.of(case, replicas).grid
+    grid = case.of_replicas(replicas).grid
     if routing.workers != grid or program.microbatches != case.microbatches:
         rows = " ".join(",".join(map(str, row)) for row in grid)
         raise PlanError(

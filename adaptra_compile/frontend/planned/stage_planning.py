@@ -27,7 +27,8 @@ from adaptra.runtime.control.plans.plan import Edges, Plan
 from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.options import Options
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.sizes import MemoryLimit
 
 PLANNER_SHARE: Final = 0.5

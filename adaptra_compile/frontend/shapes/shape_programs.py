@@ -17,7 +17,8 @@ from adaptra.planning.routes.steady_steps import timing_of
 from adaptra.program import Program
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.worker.step.rank_programs import check_memory
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 
 
 @dataclass(frozen=True, slots=True)

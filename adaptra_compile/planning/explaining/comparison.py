@@ -12,7 +12,8 @@ from adaptra.planning.planner import plan
 from adaptra.planning.published import PAPER, paper_rule
 from adaptra.program import Program
 from adaptra.program.schedules import GENERATORS, PLACED, generate_for
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import Bound, Simulation, lower_bound, simulate
 
 KEPT: Final = "kept"

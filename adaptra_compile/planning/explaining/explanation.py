@@ -17,7 +17,8 @@ from adaptra.planning.remedies.bandwidth_remedies import BandwidthOptions, Edge,
 from adaptra.planning.routes.steady_steps import PERIOD
 from adaptra.planning.timing import MAKESPAN, StepBound, StepTiming
 from adaptra.program import Kind, Program
-from adaptra.simulation.cost import MEMORY_TOLERANCE, Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import MEMORY_TOLERANCE, CostModel
 from adaptra.simulation.simulate import Bound, lower_bound, simulate
 
 

@@ -10,7 +10,7 @@ from adaptra.errors import PlanError
 from adaptra.planning.routes.job_planner import plan_job
 from adaptra.planning.routes.route import share_evenly
 from adaptra.program import Program
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 from adaptra.simulation.period import PeriodicSimulation, simulate_period
 
 COMPARED: Final = {
@@ -23,7 +23,7 @@ COMPARED: Final = {
 
 
 def compare_job(
-    case: JobCase, names: Sequence[str], adapted: Program, *, budget: float | None = None
+    case: Case, names: Sequence[str], adapted: Program, *, budget: float | None = None
 ) -> tuple[tuple[str, PeriodicSimulation], ...]:
     """Return (name, simulated program) of the named plans, and at the end of the plan ``adapted`` itself.
 

@@ -16,7 +16,7 @@ from adaptra.planning.responses.normalize import losses, role_moves, stage_work,
 from adaptra.planning.routes.job_planner import plan_job
 from adaptra.planning.routes.period_bound import PeriodBound, PeriodBoundKind, period_bound
 from adaptra.program import Program
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 from adaptra.simulation.period import PeriodicSimulation, simulate_period
 
 _MOST_NAMES: Final = 4
@@ -103,7 +103,7 @@ def _alike_once(lines: Iterable[Line]) -> Iterator[Line]:
         yield replace(group[0], where=", ".join(few))
 
 
-def explain_job(program: Program, case: JobCase) -> JobExplanation:
+def explain_job(program: Program, case: Case) -> JobExplanation:
     """Fill the equations of several replicas with the numbers of a plan.
 
     Plans the healthy job too, and the same one without memory limit if memory may be what makes the period longer.
@@ -164,7 +164,7 @@ def _computed(numbers: JobNumbers, load: WorkerLoad) -> str:
     return f"bound: {numbers.name(load)} computes {load.microbatches} microbatches, {others} of other replicas"
 
 
-def _role_moves(case: JobCase) -> Iterator[str]:
+def _role_moves(case: Case) -> Iterator[str]:
     moves = role_moves(case)
     if moves:
         before, after = (

@@ -14,7 +14,7 @@ from adaptra.equations.equation import Equation
 from adaptra.equations.replicas import replica_equations
 from adaptra.planning.explaining.explanation import Line
 from adaptra.program.routing import Routing
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 from adaptra.simulation.period import PeriodicSimulation
 
 ROUNDED: Final = 1 + 1e-9
@@ -63,7 +63,7 @@ class JobNumbers:
     routing: Routing
 
     @property
-    def case(self) -> JobCase:
+    def case(self) -> Case:
         """The case."""
         return self.simulation.case
 

@@ -10,7 +10,8 @@ from adaptra.errors import PlanError
 from adaptra.planning.limitation import EFFORT
 from adaptra.planning.timing import StepTiming
 from adaptra.program import Program
-from adaptra.simulation.cost import MEMORY_TOLERANCE, Case
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import MEMORY_TOLERANCE
 from adaptra.simulation.simulate import simulate
 
 SHARES: Final = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0)

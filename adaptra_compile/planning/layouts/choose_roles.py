@@ -19,7 +19,8 @@ from adaptra.planning.limitation import EFFORT
 from adaptra.planning.planner import plan
 from adaptra.program.placement import in_turn
 from adaptra.program.roles import Roles, moved
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.links import Link
 from adaptra.simulation.simulate import lower_bound, simulate
 

@@ -20,7 +20,8 @@ from adaptra.planning.routes.steady_steps import timing_of
 from adaptra.planning.timing import MAKESPAN, StepBound, StepTiming
 from adaptra.program import Program
 from adaptra.program.placement import Edge
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.cut_points import CutPoint, CutPoints, MovedCut
 from adaptra.simulation.simulate import lower_bound
 

@@ -33,8 +33,7 @@ from adaptra.planning.routes.measured_jobs import pipeline_case
 from adaptra.planning.routes.period_bound import period_bound
 from adaptra.program import Program
 from adaptra.program.routing import Routing
-from adaptra.simulation.cost import Case
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 from adaptra.simulation.period import PeriodicSimulation, simulate_period, with_updates
 
 EFFORT: Final = 2_000_000
@@ -105,7 +104,7 @@ class RemedyComparison:
         best: The one to take.
     """
 
-    case: JobCase
+    case: Case
     candidates: tuple[RemedyCandidate, ...]
     refused: Mapping[JobRemedy, str]
     best: RemedyCandidate
@@ -117,10 +116,10 @@ class RemedyComparison:
 
 
 def compare_remedies(
-    case: JobCase,
+    case: Case,
     current: Program,
     *,
-    delegated: JobCase | None = None,
+    delegated: Case | None = None,
     gain: float = LEAST_GAIN,
     horizon: int = HORIZON,
     costs: Mapping[JobRemedy, float] | None = None,
@@ -174,7 +173,7 @@ class _Searches:
         effort, budget = self._take(part)
         return plan(case, incumbent=incumbent, effort=effort, budget=budget, seed=self._seed)
 
-    def routed(self, case: JobCase, routings: Sequence[Routing], part: float) -> Program:
+    def routed(self, case: Case, routings: Sequence[Routing], part: float) -> Program:
         """Return the program of the job with the shortest period that the search finds."""
         effort, budget = self._take(part)
         return plan_job(case, routing=routings, effort=effort, budget=budget, seed=self._seed)
@@ -192,9 +191,9 @@ class _Comparing:
 
     def __init__(
         self,
-        case: JobCase,
+        case: Case,
         current: Program,
-        delegated: JobCase | None,
+        delegated: Case | None,
         costs: Mapping[JobRemedy, float],
         searches: _Searches,
     ) -> None:
@@ -283,10 +282,10 @@ class _Comparing:
         routings = [self._healthy, *(shares(case, in_turns=False) if case.slow else ())]
         self._add(JobRemedy.DELEGATE, case, [(lambda: self._current, ()), self._maker(case, routings, 0.5)])
 
-    def _maker(self, case: JobCase, routings: Sequence[Routing], part: float) -> _Maker:
+    def _maker(self, case: Case, routings: Sequence[Routing], part: float) -> _Maker:
         return lambda: self._searches.routed(case, routings, part), routings
 
-    def _add(self, kind: JobRemedy, case: JobCase, makers: Sequence[_Maker]) -> None:
+    def _add(self, kind: JobRemedy, case: Case, makers: Sequence[_Maker]) -> None:
         """Add the first program that is as good as the best one. Those whose bounds promise no more are not searched."""
         found: list[PeriodicSimulation] = []
         least = math.inf

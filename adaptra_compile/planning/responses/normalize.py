@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from adaptra.errors import PlanError
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class RoleMove:
     place: int
 
 
-def stage_load(case: JobCase, stage: int, lost: int) -> float:
+def stage_load(case: Case, stage: int, lost: int) -> float:
     """Return the microbatches of a stage's busiest worker with ``lost`` workers fewer, in microbatches at full speed.
 
     Slow workers stay in their stage and take as many as they compute in the same time.
@@ -47,13 +47,13 @@ def stage_load(case: JobCase, stage: int, lost: int) -> float:
     return min(factor * _least(lambda count, factor=factor: enough(count * factor), everything) for factor in set(factors))
 
 
-def stage_work(case: JobCase, stage: int, lost: int) -> float:
+def stage_work(case: Case, stage: int, lost: int) -> float:
     """Return how long a stage's busiest worker is busy in a step with ``lost`` workers fewer, in the case's unit."""
     ops = case.cost.forward[stage] + case.cost.input_grad[stage] + case.cost.weight_grad[stage]
     return stage_load(case, stage, lost) * ops + case.step[stage] + case.reduce[stage]
 
 
-def losses(case: JobCase) -> tuple[int, ...]:
+def losses(case: Case) -> tuple[int, ...]:
     """Return the number of lost workers per stage."""
     found = [0] * case.stages
     for worker in case.lost:
@@ -61,7 +61,7 @@ def losses(case: JobCase) -> tuple[int, ...]:
     return tuple(found)
 
 
-def normalized(case: JobCase, number: int) -> tuple[int, ...]:
+def normalized(case: Case, number: int) -> tuple[int, ...]:
     """Return the losses per stage with which the busiest worker of all stages has the least to do.
 
     Each loss goes to the stage that then has the least to do. Of equal ones it is that with fewer losses, then the later one.
@@ -77,7 +77,7 @@ def normalized(case: JobCase, number: int) -> tuple[int, ...]:
     return _borne(replace(case, lost=frozenset()), [0] * case.stages, number)
 
 
-def role_moves(case: JobCase) -> tuple[RoleMove, ...]:
+def role_moves(case: Case) -> tuple[RoleMove, ...]:
     """Return the fewest role moves after which the busiest worker has the least to do; none if no move helps.
 
     Workers of replicas with lost ones move first, so that whole replicas stay whole. Slow workers do not move.
@@ -112,7 +112,7 @@ def role_moves(case: JobCase) -> tuple[RoleMove, ...]:
     return tuple(moves)
 
 
-def with_moves(case: JobCase, moves: Sequence[RoleMove]) -> JobCase:
+def with_moves(case: Case, moves: Sequence[RoleMove]) -> Case:
     """Return the case after role moves, in which a place that a worker has left counts as lost.
 
     A worker takes its port with it. Its links are then those of the edge.
@@ -132,7 +132,7 @@ def with_moves(case: JobCase, moves: Sequence[RoleMove]) -> JobCase:
     )
 
 
-def _borne(case: JobCase, start: Sequence[int], number: int) -> tuple[int, ...]:
+def _borne(case: Case, start: Sequence[int], number: int) -> tuple[int, ...]:
     """Return the losses per stage after ``number`` more of them."""
     found = list(start)
     most = [case.replicas - max(1, len(_slow(case, stage))) for stage in range(case.stages)]
@@ -155,7 +155,7 @@ def _borne(case: JobCase, start: Sequence[int], number: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _slow(case: JobCase, stage: int) -> list[float]:
+def _slow(case: Case, stage: int) -> list[float]:
     """Return the factors of a stage's live workers that do not run at full speed."""
     return [
         factor
@@ -164,7 +164,7 @@ def _slow(case: JobCase, stage: int) -> list[float]:
     ]
 
 
-def _has_own_links(case: JobCase, worker: int) -> bool:
+def _has_own_links(case: Case, worker: int) -> bool:
     return worker in case.ports or any(worker in ends for ends in case.links)
 
 

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import Final
 
 from adaptra.planning.responses.normalize import losses, stage_load
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 
 _HALVINGS: Final = 60
 _SLACKS: Final = (0.0, 0.01, 0.02, 0.04, 0.06, 0.08)
@@ -32,13 +32,13 @@ class Recut:
         held: Per stage, the pieces that it holds then, as a fraction of what a stage had.
     """
 
-    case: JobCase
+    case: Case
     begins: tuple[int, ...]
     received: tuple[float, ...]
     held: tuple[float, ...]
 
 
-def recuts(case: JobCase, pieces: int) -> Iterator[Recut]:
+def recuts(case: Case, pieces: int) -> Iterator[Recut]:
     """Yield ways to cut all replicas, first that with which the busiest worker has the least to do and the least moves.
 
     The others trade some work of the busiest for a shorter fill, so that a plan may show which is best. The times are
@@ -74,7 +74,7 @@ def recuts(case: JobCase, pieces: int) -> Iterator[Recut]:
                 yield _recut(case, begins, pieces)
 
 
-def _recut(case: JobCase, begins: tuple[int, ...], pieces: int) -> Recut:
+def _recut(case: Case, begins: tuple[int, ...], pieces: int) -> Recut:
     held = [(end - begin) / pieces for begin, end in pairwise(begins)]
     kept = [_common(stage * pieces, *ends, pieces) for stage, ends in enumerate(pairwise(begins))]
     received = tuple(holds - keeps for holds, keeps in zip(held, kept, strict=True))
@@ -116,7 +116,7 @@ def _nearest(work: Sequence[Sequence[float]], most: float, earliest: Sequence[in
     return tuple(ends)
 
 
-def _cut(case: JobCase, begins: Sequence[int], pieces: int) -> JobCase:
+def _cut(case: Case, begins: Sequence[int], pieces: int) -> Case:
     """Return the case with the stages' times, and their room for microbatches, in proportion to the pieces."""
 
     def moved(times: Sequence[float]) -> tuple[float, ...]:

@@ -14,7 +14,7 @@ from typing import Any, Final
 from adaptra.errors import CaseError
 from adaptra.planning.responses.normalize import normalized, stage_work
 from adaptra.planning.responses.responses import Decision, ResponsePrices, decide
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 
 _PLAN_EACH: Final = 2_000
 """The most workers with which each number of losses is planned. With more, a plan stands for up to half as many."""
@@ -30,7 +30,7 @@ class Resilience:
         effort, budget: Effort or seconds of the search for each plan.
     """
 
-    case: JobCase
+    case: Case
     prices: ResponsePrices
     effort: int | None = None
     budget: float | None = None
@@ -98,7 +98,7 @@ class Resilience:
         return max(stage_work(self.case, *one) for one in enumerate(normalized(self.case, number)))
 
 
-def with_losses(case: JobCase, number: int) -> JobCase:
+def with_losses(case: Case, number: int) -> Case:
     """Return the case with so many lost workers, on the stages where they cost least, each in another replica if possible."""
     lost: set[int] = set()
     for stage, losses in enumerate(normalized(case, number)):

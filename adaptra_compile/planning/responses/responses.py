@@ -31,7 +31,7 @@ from adaptra.planning.routes.period_bound import period_bound
 from adaptra.program import Kind, Program
 from adaptra.program.placement import is_straight
 from adaptra.program.schedules import generate_for
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 from adaptra.simulation.period import simulate_period
 from adaptra.simulation.simulate import simulate
 from adaptra.sizes import size_text
@@ -138,7 +138,7 @@ class Decision:
         then: What follows; None if nothing pays.
     """
 
-    case: JobCase
+    case: Case
     prices: ResponsePrices
     healthy_period: float
     one_f_one_b: float
@@ -196,7 +196,7 @@ class Decision:
         }
 
 
-def decide(case: JobCase, prices: ResponsePrices, *, effort: int | None = None, budget: float | None = None) -> Decision:
+def decide(case: Case, prices: ResponsePrices, *, effort: int | None = None, budget: float | None = None) -> Decision:
     """Compare all responses to a case by predicted seconds, and choose.
 
     A response other than routes must shorten the step by a fraction of at least
@@ -249,7 +249,7 @@ class _Planner:
     effort: int | None
     budget: float | None
 
-    def responses(self, case: JobCase, healthy: float) -> Iterable[Response]:
+    def responses(self, case: Case, healthy: float) -> Iterable[Response]:
         """Yield all responses, what is done at once first."""
         prices = self.prices
         step = healthy * prices.unit
@@ -283,15 +283,15 @@ class _Planner:
             yield Response(ResponseKind.WAIT, what, healthy, healthy, joined)
         yield self._restarted(case)
 
-    def period(self, case: JobCase) -> float:
+    def period(self, case: Case) -> float:
         """Return the period of the plan for a case."""
         return simulate_period(self.plan(case), case).period
 
-    def plan(self, case: JobCase) -> Program:
+    def plan(self, case: Case) -> Program:
         """Return the plan for a case."""
         return plan_job(case, effort=self.effort, budget=self.budget)
 
-    def _layouts(self, case: JobCase, before: float | None) -> Iterable[Response]:
+    def _layouts(self, case: Case, before: float | None) -> Iterable[Response]:
         """Yield role moves, re-cuts, and both together."""
         prices = self.prices
         moves = role_moves(case)
@@ -310,7 +310,7 @@ class _Planner:
         if moves and not lack:
             yield self._recut(ResponseKind.MOVE_AND_RECUT, moved, before, moving)
 
-    def _recut(self, kind: ResponseKind, case: JobCase, before: float | None, moving: float) -> Response:
+    def _recut(self, kind: ResponseKind, case: Case, before: float | None, moving: float) -> Response:
         prices = self.prices
         wanted = list(islice(recuts(case, prices.pieces), None if case.workers <= _PLAN_ALL_CUTS else 1))
         first = wanted[0]
@@ -329,7 +329,7 @@ class _Planner:
         cost = moving + max(cut.received) * self.prices.state / self.prices.rate
         return self._tried(kind, f"stages of {', '.join(stages)} times what they had", cut.case, cut.case, cost)
 
-    def _shrunk(self, case: JobCase, step: float) -> Response:
+    def _shrunk(self, case: Case, step: float) -> Response:
         broken = {worker // case.stages for worker in case.lost}
         whole = case.replicas - len(broken)
         if not whole:
@@ -339,7 +339,7 @@ class _Planner:
         slowest = max((factor for worker, factor in case.slow.items() if worker // case.stages not in broken), default=1.0)
         return self._whole(ResponseKind.SHRINK, what, case, microbatches, slowest, self.prices.planning + step)
 
-    def _restarted(self, case: JobCase) -> Response:
+    def _restarted(self, case: Case) -> Response:
         whole = (case.workers - len(case.lost)) // case.stages
         if not whole:
             left = case.workers - len(case.lost)
@@ -352,7 +352,7 @@ class _Planner:
         cost = self.prices.restart + self.prices.checkpoint_age
         return self._whole(ResponseKind.RESTART, what, case, microbatches, slowest, cost)
 
-    def _whole(self, kind: ResponseKind, what: str, case: JobCase, microbatches: int, slowest: float, cost: float) -> Response:
+    def _whole(self, kind: ResponseKind, what: str, case: Case, microbatches: int, slowest: float, cost: float) -> Response:
         """Return the response in which replicas without lost workers compute so many microbatches each."""
         try:
             alone = _one_replica(case, microbatches)
@@ -361,7 +361,7 @@ class _Planner:
         # Each replica gets as many as any other, so a slow worker holds up its replica, and REDUCE all of them.
         return self._tried(kind, what, alone, replace(alone, slow=dict.fromkeys(range(alone.stages), slowest)), cost)
 
-    def _tried(self, kind: ResponseKind, what: str, planned: JobCase, real: JobCase, cost: float) -> Response:
+    def _tried(self, kind: ResponseKind, what: str, planned: Case, real: Case, cost: float) -> Response:
         """Return the response of the plan for one case, executed under another."""
         large = plan_large(real, budget=self.budget) if planned == real and is_large(real) else None
         if large is not None:
@@ -375,12 +375,12 @@ class _Planner:
         return Response(kind, what, found.period, bound, cost, max(found.held))
 
 
-def _one_replica(case: JobCase, microbatches: int) -> JobCase:
+def _one_replica(case: Case, microbatches: int) -> Case:
     """Return the healthy case of one replica, which stands for any number of replicas that are alike."""
     return replace(case, replicas=1, microbatches=microbatches, slow={}, links={}, ports={}, lost=frozenset())
 
 
-def _moving_seconds(case: JobCase, moves: Sequence[RoleMove], prices: ResponsePrices) -> float:
+def _moving_seconds(case: Case, moves: Sequence[RoleMove], prices: ResponsePrices) -> float:
     """Return the seconds in which workers that move receive their stage's state, each from another worker if possible."""
     entering = Counter(move.place % case.stages for move in moves)
     lost = losses(case)
@@ -388,12 +388,12 @@ def _moving_seconds(case: JobCase, moves: Sequence[RoleMove], prices: ResponsePr
     return rounds * prices.state / prices.rate
 
 
-def _move_text(case: JobCase, move: RoleMove) -> str:
+def _move_text(case: Case, move: RoleMove) -> str:
     (was_replica, was), (replica, stage) = divmod(move.worker, case.stages), divmod(move.place, case.stages)
     return f"worker {move.worker} leaves stage {was} of replica {was_replica} for stage {stage} of replica {replica}"
 
 
-def _one_f_one_b(case: JobCase) -> float:
+def _one_f_one_b(case: Case) -> float:
     """Return the period of 1F1B with all workers, undivided backward passes, and a barrier at the end of each step."""
     split = generate_for("1f1b", tuple(range(case.stages)), case.microbatches)
     orders = [

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from adaptra.program import Op
 from adaptra.program.routing import Route, Routing
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class MergedJob:
         groups: For each replica that is left, the replicas of the whole job for which it stands.
     """
 
-    case: JobCase
+    case: Case
     routing: Routing
     groups: tuple[tuple[int, ...], ...]
 
@@ -47,7 +47,7 @@ def _renumbered(op: Op, replica: int) -> Op:
     return op if op.replica == replica else Op(op.stage, op.kind, op.microbatch, op.lane, replica)
 
 
-def merge_alike(case: JobCase, routing: Routing) -> MergedJob:
+def merge_alike(case: Case, routing: Routing) -> MergedJob:
     """Let one replica stand for all that are alike."""
     apart = _replicas_apart(case, routing)
     groups: defaultdict[object, list[int]] = defaultdict(list)
@@ -79,7 +79,7 @@ def merge_alike(case: JobCase, routing: Routing) -> MergedJob:
     return MergedJob(merged, Routing(grid, routes, case.microbatches), tuple(map(tuple, kept)))
 
 
-def _replicas_apart(case: JobCase, routing: Routing) -> set[int]:
+def _replicas_apart(case: Case, routing: Routing) -> set[int]:
     """Return the replicas that are not alike: with lost workers, links of their own, or microbatches given or taken."""
     apart = {case.replica_of(worker) for worker in case.lost}
     apart |= {case.replica_of(worker) for ends in case.links for worker in ends}

@@ -8,13 +8,13 @@ from functools import partial
 from itertools import pairwise
 
 from adaptra.program.routing import Routing
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 
 _MOST_CHOICES = 4
 """The most numbers of detours that are tried."""
 
 
-def detours(case: JobCase, routing: Routing, limit: float) -> Iterator[Routing]:
+def detours(case: Case, routing: Routing, limit: float) -> Iterator[Routing]:
     """Yield routings in which fewer messages cross each narrow link, with the fewest detours first.
 
     Two replicas exchange the rest of the path for some microbatches each, so that every worker computes as many as before.
@@ -39,7 +39,7 @@ def detours(case: JobCase, routing: Routing, limit: float) -> Iterator[Routing]:
         yield _exchanged(case, routing, pairs, number)
 
 
-def around_links(case: JobCase, routing: Routing) -> Routing | None:
+def around_links(case: Case, routing: Routing) -> Routing | None:
     """Return the routing that leaves links which are worse than those to another replica; None if there are none.
 
     A link is worse if a message there and one back take longer. Two replicas exchange paths for all microbatches. So no
@@ -94,7 +94,7 @@ def _partners(routing: Routing, replica: int, stage: int) -> Iterator[tuple[int,
             yield other, near, far
 
 
-def _exchanged(case: JobCase, routing: Routing, pairs: list[tuple[int, int, int, int]], number: int) -> Routing:
+def _exchanged(case: Case, routing: Routing, pairs: list[tuple[int, int, int, int]], number: int) -> Routing:
     spread = {(2 * index + 1) * case.microbatches // (2 * number) for index in range(number)}
     paths = [
         [
@@ -122,19 +122,19 @@ def _exchanged(case: JobCase, routing: Routing, pairs: list[tuple[int, int, int,
     return Routing.of_paths(routing.workers, [list(map(tuple, of_microbatch)) for of_microbatch in paths])
 
 
-def _load(case: JobCase, routing: Routing, stage: int, here: int, there: int) -> float:
+def _load(case: Case, routing: Routing, stage: int, here: int, there: int) -> float:
     """Return how long a microbatch occupies the link between two workers, which may lie between several pairs of stages."""
     path = routing.workers[routing.replica_of(here)]
     return sum({*ends} == {here, there} for ends in pairwise(path)) * _occupancy(case, stage, here, there)
 
 
-def _occupancy(case: JobCase, stage: int, here: int, there: int) -> float:
+def _occupancy(case: Case, stage: int, here: int, there: int) -> float:
     """Return the longer occupancy of the two directions between workers of a stage and the next."""
     links = case.link(here, there, (stage, stage + 1)), case.link(there, here, (stage + 1, stage))
     return max(link.occupancy for link in links)
 
 
-def _flight(case: JobCase, stage: int, here: int, there: int) -> float:
+def _flight(case: Case, stage: int, here: int, there: int) -> float:
     """Return the time of a message there and of one back between workers of a stage and the next."""
     links = case.link(here, there, (stage, stage + 1)), case.link(there, here, (stage + 1, stage))
     return sum(link.latency + link.occupancy for link in links)

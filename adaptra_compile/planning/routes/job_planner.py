@@ -17,7 +17,7 @@ from adaptra.planning.routes.period_bound import period_bound
 from adaptra.planning.routes.route import share_evenly
 from adaptra.program import Program
 from adaptra.program.routing import Routing
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 from adaptra.simulation.period import job_of, unpacked
 
 EFFORT: Final = 3_000_000
@@ -37,7 +37,7 @@ _SMALL: Final = 4096
 
 
 def plan_job(
-    case: JobCase,
+    case: Case,
     *,
     effort: int | None = None,
     budget: float | None = None,
@@ -85,7 +85,7 @@ def plan_job(
     return Program("adapted", best.routing, orders)
 
 
-def _check_room(case: JobCase) -> None:
+def _check_room(case: Case) -> None:
     """Refuse memory in which a microbatch can't be on each stage of a worker at once."""
     for rank, room in enumerate(case.memory or ()):
         stages = case.placement.count(rank)
@@ -99,7 +99,7 @@ def _check_room(case: JobCase) -> None:
 class _Try:
     """A routing, its bound, and the shortest period found for it."""
 
-    def __init__(self, case: JobCase, routing: Routing, bound: float) -> None:
+    def __init__(self, case: Case, routing: Routing, bound: float) -> None:
         self.routing = routing
         self.bound = bound
         self.period = math.inf
@@ -123,19 +123,19 @@ class _Try:
             self.period, self.orders = found
 
 
-def _tries(case: JobCase, routings: Sequence[Routing]) -> list[_Try]:
+def _tries(case: Case, routings: Sequence[Routing]) -> list[_Try]:
     """Return the routings to search, those with the least bounds."""
     bounded = [(routing, period_bound(case, routing).value) for routing in dict.fromkeys(routings)]
     return [_Try(case, *one) for one in sorted(bounded, key=lambda one: one[1])[:_MOST_TRIES]]
 
 
-def _known(case: JobCase) -> list[Routing]:
+def _known(case: Case) -> list[Routing]:
     """Return the routings that the planner knows."""
     blocks = share_evenly(case, in_turns=False)
     return [*detoured(case, blocks), blocks, *shares(case, in_turns=True)]
 
 
-def shares(case: JobCase, *, in_turns: bool) -> list[Routing]:
+def shares(case: Case, *, in_turns: bool) -> list[Routing]:
     """Return routings around lost and slow workers and narrow ports: with a pause of slow workers, and the first without.
 
     Args:
@@ -150,7 +150,7 @@ def shares(case: JobCase, *, in_turns: bool) -> list[Routing]:
     return list(dict.fromkeys(found))
 
 
-def _with_narrow_ports(case: JobCase) -> JobCase:
+def _with_narrow_ports(case: Case) -> Case:
     """Return the case in which a worker has a narrow port whose links to all workers of the next stages are narrow."""
     ports = dict(case.ports)
     live = {worker for row in case.grid for worker in row if worker is not None}
@@ -168,7 +168,7 @@ def _with_narrow_ports(case: JobCase) -> JobCase:
     return replace(case, ports=ports)
 
 
-def _once(case: JobCase) -> float:
+def _once(case: Case) -> float:
     """Return the time of a step of one microbatch through the slowest workers and ports, from its first F to its last STEP."""
     cost = case.cost
     ops = sum(map(sum, zip(cost.forward, cost.input_grad, cost.weight_grad, case.step, case.reduce, strict=True)))
@@ -176,7 +176,7 @@ def _once(case: JobCase) -> float:
     return ops + sum(map(sum, edges)) + 4 * max(case.ports.values(), default=0.0)
 
 
-def detoured(case: JobCase, routing: Routing) -> Iterator[Routing]:
+def detoured(case: Case, routing: Routing) -> Iterator[Routing]:
     """Yield routings with detours, if messages occupy a link for a good part of the period.
 
     Args:
@@ -193,11 +193,11 @@ def detoured(case: JobCase, routing: Routing) -> Iterator[Routing]:
         yield from detours(case, routing, limit * part)
 
 
-def _none(case: JobCase) -> tuple[float, ...]:
+def _none(case: Case) -> tuple[float, ...]:
     return (0.0,) * (case.stages - 1)
 
 
-def _memory(case: JobCase, routing: Routing) -> list[int]:
+def _memory(case: Case, routing: Routing) -> list[int]:
     """Return the most microbatches that each worker may hold."""
     everything = case.replicas * case.microbatches * case.stages
     if case.memory is None:

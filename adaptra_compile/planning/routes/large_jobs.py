@@ -23,7 +23,7 @@ from adaptra.program import Kind, Op, Program
 from adaptra.program.placement import is_straight
 from adaptra.program.program import lines_of
 from adaptra.program.routing import Route, Routing
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 from adaptra.simulation.period import KINDS, job_of, unpacked
 
 LARGE: Final = 1_000_000
@@ -50,7 +50,7 @@ class LargePlan:
         period: Steps are at most this far apart, in the case's unit.
     """
 
-    case: JobCase
+    case: Case
     routing: Routing
     period: float
     _healthy: Sequence[bytes]
@@ -92,7 +92,7 @@ class LargePlan:
         return Program(_NAME, self.routing, orders)
 
 
-def plan_large(case: JobCase, *, budget: float | None = None) -> LargePlan | None:
+def plan_large(case: Case, *, budget: float | None = None) -> LargePlan | None:
     """Plan a large job: most replicas whole, and no slow workers, buffers that change, narrow links or any of their own.
 
     Without a budget the first plan is returned that is near the work of the busiest worker, or the best of all tries. It is the
@@ -121,19 +121,19 @@ def plan_large(case: JobCase, *, budget: float | None = None) -> LargePlan | Non
     return best
 
 
-def _is_uniform(case: JobCase) -> bool:
+def _is_uniform(case: Case) -> bool:
     occupied = any((*case.cost.occupancy_forward, *case.cost.occupancy_backward))
     return is_straight(case.placement) and not (
         case.barrier or case.slow or case.ports or case.links or case.changing or occupied
     )
 
 
-def is_large(case: JobCase) -> bool:
+def is_large(case: Case) -> bool:
     """Return whether a step has so many ops that a search for all orders at once takes too long."""
     return 3 * case.replicas * case.stages * case.microbatches >= LARGE
 
 
-def _lost_stages(case: JobCase) -> dict[int, tuple[int, ...]]:
+def _lost_stages(case: Case) -> dict[int, tuple[int, ...]]:
     """Return the lost stages of each replica that has any."""
     found: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
     for worker in sorted(case.lost):
@@ -141,7 +141,7 @@ def _lost_stages(case: JobCase) -> dict[int, tuple[int, ...]]:
     return dict(found)
 
 
-def _spread(case: JobCase, homes: Mapping[int, Sequence[int]], hosts: Sequence[int]) -> list[tuple[int, int, int, int]]:
+def _spread(case: Case, homes: Mapping[int, Sequence[int]], hosts: Sequence[int]) -> list[tuple[int, int, int, int]]:
     """Return home, stage, microbatch and host of each microbatch of a lost worker.
 
     Hosts take turns, from stage to stage. If accumulators are handed over, each takes neighbouring microbatches.
@@ -158,7 +158,7 @@ def _spread(case: JobCase, homes: Mapping[int, Sequence[int]], hosts: Sequence[i
     return found
 
 
-def _routing(case: JobCase, homes: Mapping[int, Sequence[int]], foreign: Sequence[tuple[int, int, int, int]]) -> Routing:
+def _routing(case: Case, homes: Mapping[int, Sequence[int]], foreign: Sequence[tuple[int, int, int, int]]) -> Routing:
     host_of = {(home, stage, microbatch): host for home, stage, microbatch, host in foreign}
     everything = range(case.microbatches)
     routes: list[Route] = []
@@ -177,9 +177,7 @@ def _routing(case: JobCase, homes: Mapping[int, Sequence[int]], foreign: Sequenc
 class _Inserter:
     """Plans of one case with different amounts of memory kept free, and different slacks."""
 
-    def __init__(
-        self, case: JobCase, homes: Mapping[int, tuple[int, ...]], foreign: Sequence[tuple[int, int, int, int]]
-    ) -> None:
+    def __init__(self, case: Case, homes: Mapping[int, tuple[int, ...]], foreign: Sequence[tuple[int, int, int, int]]) -> None:
         self._case = case
         self._homes = homes
         self._foreign = foreign
@@ -238,7 +236,7 @@ class _Inserter:
         hosts = {case.worker(replica, stage): order for replica, stage, order in found[1]}
         return LargePlan(case, self._routing, found[0], healthy[1], of_homes, hosts)
 
-    def _orders(self, pipeline: JobCase, memory: list[int]) -> tuple[float, Sequence[bytes]] | None:
+    def _orders(self, pipeline: Case, memory: list[int]) -> tuple[float, Sequence[bytes]] | None:
         """Return the period and the orders of one replica, searched once for each pipeline and memory."""
         key = pipeline.cost, tuple(memory)
         if key not in self._planned:
@@ -248,7 +246,7 @@ class _Inserter:
         return self._planned[key]
 
 
-def _answering(pipeline: JobCase, lost: Sequence[int], slack: float) -> JobCase:
+def _answering(pipeline: Case, lost: Sequence[int], slack: float) -> Case:
     """Return the pipeline with lost workers that take no time, and messages from them that take their ops' and the slack."""
     cost = pipeline.cost
     ops = [list(cost.forward), list(cost.input_grad), list(cost.weight_grad)]

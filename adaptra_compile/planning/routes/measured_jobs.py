@@ -9,8 +9,8 @@ from typing import Final
 
 from adaptra.errors import CaseError
 from adaptra.program.placement import Edge, in_turn
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase, WorkerLink
+from adaptra.simulation.case import Case, WorkerLink
+from adaptra.simulation.cost import CostModel
 
 NOISE: Final = 0.05
 """The fraction of F + I + W by which workers that are alike may differ, and the unit in which a slow one's factor is given."""
@@ -33,7 +33,7 @@ class UpdateSeconds:
         step: Of STEP, the optimizer, one per stage.
         reduce: Of REDUCE, one per stage.
         hand_over: From the departure of an accumulator of weight gradients to its arrival at another worker.
-        barrier: Whether every STEP waits for the REDUCE of all workers, as :attr:`JobCase.barrier` says.
+        barrier: Whether every STEP waits for the REDUCE of all workers, as :attr:`Case.barrier` says.
     """
 
     step: tuple[float, ...]
@@ -50,7 +50,7 @@ def measured_case(
     placement: tuple[int, ...] = (),
     memory: tuple[int, ...] | None = None,
     crossing: Mapping[Ends, WorkerLink] | None = None,
-) -> JobCase:
+) -> Case:
     """Return the case of a job, in seconds, from the measured costs of each replica.
 
     Costs that all replicas share are those of the healthy ones. A value is healthy if it is as low as the least one but for
@@ -72,7 +72,7 @@ def measured_case(
         microbatches: The number of microbatches of each replica in one step.
         updates: The seconds of a step's end.
         placement: The rank of each stage in its replica; stage i on rank i if empty.
-        memory: Per rank, the most microbatches that its worker holds, as of :class:`JobCase`; None for no limit.
+        memory: Per rank, the most microbatches that its worker holds, as of :class:`Case`; None for no limit.
         crossing: Links that have been measured between any two workers. They replace what is assumed.
 
     Raises:
@@ -86,17 +86,17 @@ def measured_case(
             raise CaseError(f"measured_case: replica {replica} has {cost.stages} stages: expected {stages}, as replica 0")
     placement = placement or in_turn(stages)
     shared = _shared_cost(costs)
-    healthy = JobCase(
+    healthy = Case(
         shared,
-        len(costs),
         microbatches,
-        updates.step,
-        updates.reduce,
+        placement,
+        "measured",
+        updates.barrier,
+        replicas=len(costs),
+        step=updates.step,
+        reduce=updates.reduce,
         hand_over=updates.hand_over,
         memory=memory,
-        placement=placement,
-        barrier=updates.barrier,
-        name="measured",
     )
     own = _own_links(healthy, costs)
     links = own | _links_of_ports(healthy, own)
@@ -107,7 +107,7 @@ def measured_case(
     return replace(healthy, slow=_slow(healthy, costs), links=links)
 
 
-def pipeline_case(case: JobCase, replica: int) -> Case:
+def pipeline_case(case: Case, replica: int) -> Case:
     """Return the case of one replica that computes its own microbatches, as the planner of one pipeline takes it.
 
     A limit of memory counts microbatches from the start of F to the end of W.
@@ -149,7 +149,7 @@ def _total(cost: CostModel, stage: int) -> float:
     return cost.forward[stage] + cost.input_grad[stage] + cost.weight_grad[stage]
 
 
-def _slow(case: JobCase, costs: Sequence[CostModel]) -> dict[int, float]:
+def _slow(case: Case, costs: Sequence[CostModel]) -> dict[int, float]:
     """Return the factors of the workers that differ from the shared costs. Those of all its stages count."""
     found: dict[int, float] = {}
     for replica, cost in enumerate(costs):
@@ -161,7 +161,7 @@ def _slow(case: JobCase, costs: Sequence[CostModel]) -> dict[int, float]:
     return found
 
 
-def _own_links(case: JobCase, costs: Sequence[CostModel]) -> dict[Ends, WorkerLink]:
+def _own_links(case: Case, costs: Sequence[CostModel]) -> dict[Ends, WorkerLink]:
     """Return the links between workers of one replica that differ from the shared ones.
 
     Of several edges between the same two workers the link has the longest times.
@@ -177,7 +177,7 @@ def _own_links(case: JobCase, costs: Sequence[CostModel]) -> dict[Ends, WorkerLi
     return found
 
 
-def _links_of_ports(case: JobCase, own: Mapping[Ends, WorkerLink]) -> dict[Ends, WorkerLink]:
+def _links_of_ports(case: Case, own: Mapping[Ends, WorkerLink]) -> dict[Ends, WorkerLink]:
     """Return the links to other replicas of workers whose own ones, to at least two workers, are all worse than shared ones."""
     found: dict[Ends, WorkerLink] = {}
     for worker in sorted({end for ends in own for end in ends}):
@@ -199,19 +199,19 @@ def _worst(link: WorkerLink, other: WorkerLink | None) -> WorkerLink:
     return link if other is None else max(link, other, key=lambda one: one.latency + one.occupancy)
 
 
-def _is_worse(case: JobCase, link: WorkerLink, ends: Ends) -> bool:
+def _is_worse(case: Case, link: WorkerLink, ends: Ends) -> bool:
     edges = _edges_between(case, ends)
     return all(link.latency + link.occupancy > case.cost.latency(*edge) + case.cost.occupancy(*edge) for edge in edges)
 
 
-def _beside(case: JobCase, worker: int) -> list[Edge]:
+def _beside(case: Case, worker: int) -> list[Edge]:
     """Return the pairs of a worker's stage and a stage beside it on another worker of its replica."""
     stages = case.stages_of(worker)
     pairs = [(stage, near) for stage in stages for near in (stage - 1, stage + 1)]
     return [(stage, near) for stage, near in pairs if 0 <= near < case.stages and near not in stages]
 
 
-def _edges_between(case: JobCase, ends: Ends) -> list[Edge]:
+def _edges_between(case: Case, ends: Ends) -> list[Edge]:
     """Return the directed edges of stages whose messages the link between two workers carries."""
     sending, receiving = case.stages_of(ends[0]), case.stages_of(ends[1])
     return [edge for edge in _directed(case.stages) if edge[0] in sending and edge[1] in receiving]

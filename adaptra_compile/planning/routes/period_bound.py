@@ -33,7 +33,7 @@ from typing import NamedTuple
 from adaptra.errors import CaseError
 from adaptra.program.placement import Edge, is_straight
 from adaptra.program.routing import Routing
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 
 
 class PeriodBoundKind(Enum):
@@ -63,8 +63,13 @@ class PeriodBound:
         return f"{self.value:.10g} ({self.kind.value}, {self.where})"
 
 
-def period_bound(case: JobCase, routing: Routing) -> PeriodBound:
-    """Return the greatest of the bounds, the first in the order of :class:`PeriodBoundKind` if several are equal."""
+def period_bound(case: Case, routing: Routing) -> PeriodBound:
+    """Return the greatest of the bounds, the first in the order of :class:`PeriodBoundKind` if several are equal.
+
+    Raises:
+        CaseError: Edges are half duplex or communication blocks.
+    """
+    case.check_edges()
     kinds = list(PeriodBoundKind)
     paths: Counter[tuple[int, ...]] = Counter()
     for route in routing.routes:
@@ -74,7 +79,7 @@ def period_bound(case: JobCase, routing: Routing) -> PeriodBound:
     return max(bounds, key=lambda one: (one.value, -kinds.index(one.kind)))
 
 
-def flow_bound(case: JobCase) -> PeriodBound:
+def flow_bound(case: Case) -> PeriodBound:
     """Return a bound of the period under every routing, in which workers take the shares that suit them best.
 
     Of the bounds above it has those of workers and ports, each with the shortest ways through any workers. Links count only
@@ -113,7 +118,7 @@ def flow_bound(case: JobCase) -> PeriodBound:
     return max(found, key=lambda one: one.value)
 
 
-def _shortest(case: JobCase) -> dict[int, _Share]:
+def _shortest(case: Case) -> dict[int, _Share]:
     """Return, per live worker, its trip and ways with the shortest ones of all paths."""
     columns = [[worker for worker in column if worker is not None] for column in zip(*case.grid, strict=True)]
     trips: dict[int, float] = dict.fromkeys(columns[-1], 0.0)
@@ -153,7 +158,7 @@ class _Share:
 
 
 def _of_workers(
-    case: JobCase, routing: Routing, paths: Counter[tuple[int, ...]], shares: dict[tuple[int, int], _Share]
+    case: Case, routing: Routing, paths: Counter[tuple[int, ...]], shares: dict[tuple[int, int], _Share]
 ) -> Iterator[PeriodBound]:
     cost = case.cost
     updates = _updates(case, routing.workers)
@@ -180,7 +185,7 @@ def _of_workers(
 
 
 def _of_waiting(
-    case: JobCase, worker: int, stage: int, share: _Share, updates: list[float], wait: float = 0.0
+    case: Case, worker: int, stage: int, share: _Share, updates: list[float], wait: float = 0.0
 ) -> Iterator[PeriodBound]:
     """Yield the bounds of a worker of one stage, in which it waits for others; behind a barrier first of all for ``wait``."""
     slow, where = case.slow.get(worker, 1.0), f"worker {worker}"
@@ -202,7 +207,7 @@ def _of_waiting(
     yield PeriodBound(math.ceil(number / room) * once + wait + update, PeriodBoundKind.MEMORY, where)
 
 
-def _of_several(case: JobCase, worker: int, seen: dict[int, _Share], work: float, first: float) -> Iterator[PeriodBound]:
+def _of_several(case: Case, worker: int, seen: dict[int, _Share], work: float, first: float) -> Iterator[PeriodBound]:
     """Yield the bounds of a worker of several stages, given that of work and the time from its first F to its first I."""
     times = {stage: _times(case, worker, stage) for stage in seen}
     number = sum(share.count for share in seen.values())
@@ -231,9 +236,7 @@ class _Visit:
     arrival: float = math.inf
 
 
-def _visits(
-    case: JobCase, routing: Routing, paths: Counter[tuple[int, ...]]
-) -> tuple[defaultdict[int, _Visit], dict[int, float]]:
+def _visits(case: Case, routing: Routing, paths: Counter[tuple[int, ...]]) -> tuple[defaultdict[int, _Visit], dict[int, float]]:
     """Return what is so of each worker if it has several stages or there is a barrier, and its time of STEP."""
     steps = {
         worker: sum(case.step[stage] * case.slow.get(worker, 1.0) for stage in routing.stages_of(worker))
@@ -257,13 +260,13 @@ def _visits(
     return visits, steps
 
 
-def _times(case: JobCase, worker: int, stage: int) -> tuple[float, float, float]:
+def _times(case: Case, worker: int, stage: int) -> tuple[float, float, float]:
     """Return the durations of F, I and W."""
     slow, cost = case.slow.get(worker, 1.0), case.cost
     return cost.forward[stage] * slow, cost.input_grad[stage] * slow, cost.weight_grad[stage] * slow
 
 
-def _shares(case: JobCase, paths: Counter[tuple[int, ...]]) -> dict[tuple[int, int], _Share]:
+def _shares(case: Case, paths: Counter[tuple[int, ...]]) -> dict[tuple[int, int], _Share]:
     """Return what each worker computes of each of its stages, if anything."""
     found: dict[tuple[int, int], _Share] = {}
     for path, number in paths.items():
@@ -273,7 +276,7 @@ def _shares(case: JobCase, paths: Counter[tuple[int, ...]]) -> dict[tuple[int, i
     return found
 
 
-def _updates(case: JobCase, grid: Sequence[Sequence[int | None]]) -> list[float]:
+def _updates(case: Case, grid: Sequence[Sequence[int | None]]) -> list[float]:
     """Return the least time of STEP and REDUCE, per stage."""
     columns = zip(*grid, strict=True)
     fastest = [min(case.slow.get(worker, 1.0) for worker in column if worker is not None) for column in columns]
@@ -281,7 +284,7 @@ def _updates(case: JobCase, grid: Sequence[Sequence[int | None]]) -> list[float]
 
 
 def _of_messages(
-    case: JobCase, routing: Routing, paths: Counter[tuple[int, ...]], shares: dict[tuple[int, int], _Share]
+    case: Case, routing: Routing, paths: Counter[tuple[int, ...]], shares: dict[tuple[int, int], _Share]
 ) -> Iterator[PeriodBound]:
     links: defaultdict[tuple[int, int], int] = defaultdict(int)
     queues: dict[tuple[int, int], _Queues] = {}
@@ -309,7 +312,7 @@ def _of_messages(
             yield from _of_port(case, worker, ports[worker], around)
 
 
-def _of_shared_links(case: JobCase, paths: Counter[tuple[int, ...]]) -> Iterator[PeriodBound]:
+def _of_shared_links(case: Case, paths: Counter[tuple[int, ...]]) -> Iterator[PeriodBound]:
     """Yield the bounds of links and ports that messages between several pairs of stages share."""
     links: defaultdict[tuple[int, int], float] = defaultdict(float)
     ports: defaultdict[int, int] = defaultdict(int)
@@ -327,7 +330,7 @@ def _of_shared_links(case: JobCase, paths: Counter[tuple[int, ...]]) -> Iterator
         yield PeriodBound(number * case.ports.get(worker, 0.0), PeriodBoundKind.PORT, f"worker {worker} sends")
 
 
-def _of_port(case: JobCase, worker: int, number: int, around: _Queues) -> Iterator[PeriodBound]:
+def _of_port(case: Case, worker: int, number: int, around: _Queues) -> Iterator[PeriodBound]:
     port = case.ports.get(worker, 0.0)
     for what, least in (("sends", around.sends), ("receives", around.receives)):
         value = max(number * port, least + (number - 1) * port) if port else 0.0
@@ -347,7 +350,7 @@ class _Queues(NamedTuple):
     receives: float
 
 
-def _queues(case: JobCase, worker: int, stage: int, share: _Share, updates: list[float]) -> _Queues:
+def _queues(case: Case, worker: int, stage: int, share: _Share, updates: list[float]) -> _Queues:
     forward, back, weight = _times(case, worker, stage)
     once = forward + share.trip + back
     link = updates[stage] + once + weight
@@ -361,7 +364,7 @@ def _queues(case: JobCase, worker: int, stage: int, share: _Share, updates: list
     return _Queues(link, sends, receives)
 
 
-def _round_trips(case: JobCase, path: tuple[int, ...]) -> list[float]:
+def _round_trips(case: Case, path: tuple[int, ...]) -> list[float]:
     """Return, per stage, the time from the end of its F to the earliest start of its I, by ops and messages."""
     trips = [0.0]
     for stage in range(case.stages - 2, -1, -1):
@@ -369,14 +372,14 @@ def _round_trips(case: JobCase, path: tuple[int, ...]) -> list[float]:
     return trips[::-1]
 
 
-def _round_trip(case: JobCase, stage: int, here: int, there: int, trip: float) -> float:
+def _round_trip(case: Case, stage: int, here: int, there: int, trip: float) -> float:
     """Return the round trip from a stage's worker through one of the next stage, which has the given trip."""
     forward, back, _ = _times(case, there, stage + 1)
     out, home = _flight(case, (stage, stage + 1), here, there), _flight(case, (stage + 1, stage), there, here)
     return trip + forward + back + out + home
 
 
-def _ways(case: JobCase, path: tuple[int, ...]) -> list[list[tuple[float, float, float]]]:
+def _ways(case: Case, path: tuple[int, ...]) -> list[list[tuple[float, float, float]]]:
     """Return :attr:`_Share.ways` of each stage, for one microbatch that takes a path."""
     found: list[list[tuple[float, float, float]]] = [[]]
     for stage, (here, there) in enumerate(pairwise(path)):
@@ -385,7 +388,7 @@ def _ways(case: JobCase, path: tuple[int, ...]) -> list[list[tuple[float, float,
 
 
 def _longer(
-    case: JobCase, stage: int, here: int, there: int, ways: list[tuple[float, float, float]]
+    case: Case, stage: int, here: int, there: int, ways: list[tuple[float, float, float]]
 ) -> list[tuple[float, float, float]]:
     """Return the ways to a worker through one of the stage before it, which has the given ways."""
     forward, back, weight = _times(case, here, stage)
@@ -394,7 +397,7 @@ def _longer(
     return [(forward, forward + out, home + weight), *longer]
 
 
-def _flight(case: JobCase, edge: Edge, source: int, destination: int) -> float:
+def _flight(case: Case, edge: Edge, source: int, destination: int) -> float:
     """Return the least time from the departure of a message to its arrival."""
     if source == destination:
         return 0.0

@@ -6,10 +6,10 @@ import heapq
 from collections.abc import Mapping
 
 from adaptra.program.routing import Routing
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 
 
-def share_evenly(case: JobCase, *, in_turns: bool, pause: float = 0.0) -> Routing:
+def share_evenly(case: Case, *, in_turns: bool, pause: float = 0.0) -> Routing:
     """Return the routing in which the workers of each stage are busy for about as long.
 
     Lost workers give all their microbatches to the stage's other workers, and slow ones or those with a narrow port some of
@@ -30,7 +30,7 @@ def share_evenly(case: JobCase, *, in_turns: bool, pause: float = 0.0) -> Routin
     return Routing.of_paths(case.grid, [paths[replica * size : (replica + 1) * size] for replica in range(case.replicas)])
 
 
-def counts(case: JobCase, stage: int, pause: float = 0.0) -> dict[int, int]:
+def counts(case: Case, stage: int, pause: float = 0.0) -> dict[int, int]:
     """Return the number of microbatches that each live worker of a stage computes, so that the busiest has the least to do.
 
     What the same workers compute of earlier stages counts.
@@ -48,7 +48,7 @@ def counts(case: JobCase, stage: int, pause: float = 0.0) -> dict[int, int]:
     return found
 
 
-def _counts_after(case: JobCase, stage: int, pause: float, before: Mapping[int, tuple[float, float]]) -> dict[int, int]:
+def _counts_after(case: Case, stage: int, pause: float, before: Mapping[int, tuple[float, float]]) -> dict[int, int]:
     """Return the counts of a stage if earlier stages occupy each worker and its port for so long."""
     times = {worker: _times(case, stage, worker) for worker in before}
     if len({(times[worker], before[worker], case.slow.get(worker, 1.0)) for worker in before}) == 1:
@@ -73,7 +73,7 @@ def _counts_after(case: JobCase, stage: int, pause: float, before: Mapping[int, 
     return found
 
 
-def _times(case: JobCase, stage: int, worker: int) -> tuple[float, float]:
+def _times(case: Case, stage: int, worker: int) -> tuple[float, float]:
     """Return how long the ops of a microbatch occupy a worker, and its messages the port. Some time, if nothing takes any."""
     ops = case.cost.forward[stage] + case.cost.input_grad[stage] + case.cost.weight_grad[stage]
     messages = ((stage > 0) + (stage + 1 < case.stages)) * case.ports.get(worker, 0.0)
@@ -81,7 +81,7 @@ def _times(case: JobCase, stage: int, worker: int) -> tuple[float, float]:
     return ops * slow if ops or messages else slow, messages
 
 
-def _holders(case: JobCase, stage: int, in_turns: bool, pause: float) -> list[int]:
+def _holders(case: Case, stage: int, in_turns: bool, pause: float) -> list[int]:
     """Return the worker of each microbatch on a stage, replica by replica."""
     wanted = counts(case, stage, pause)
     own = {worker: min(count, case.microbatches) for worker, count in wanted.items()}

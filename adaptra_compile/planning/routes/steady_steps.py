@@ -19,8 +19,8 @@ from adaptra.program.dependencies import RULE
 from adaptra.program.placement import has_several, stages_of
 from adaptra.program.routing import Routing
 from adaptra.program.schedules import GENERATORS, generate
-from adaptra.simulation.cost import MEMORY_TOLERANCE, Blocking, Case, CostModel
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import MEMORY_TOLERANCE, Blocking, CostModel
 from adaptra.simulation.period import STEPS, pipeline_period
 from adaptra.simulation.simulate import simulate
 
@@ -163,11 +163,12 @@ def pipeline_bound(case: Case) -> PeriodBound:
     - fill: before its first I a rank runs nothing but the F that fit its memory, and idles for the rest of F + R;
     - memory: a microbatch takes its memory for F + R + I, and what is left of it for W. All of them in a step take it in turn.
     """
+    case.require_one_pipeline("the bound of a pipeline's period")
     ranks = sorted(set(case.placement))
     if full := [rank for rank in ranks if _held(case, rank) > _limit(case, rank)]:
         return PeriodBound(math.inf, PeriodBoundKind.MEMORY, f"rank {full[0]}")
     free = replace(case.cost, memory_limit=None, half_duplex=False, blocking=Blocking.NONE)
-    job = replace(JobCase.of(replace(case, cost=free), 1), memory=tuple(_most(case, rank) for rank in ranks))
+    job = replace(replace(case, cost=free, barrier=False).of_replicas(1), memory=tuple(_most(case, rank) for rank in ranks))
     found = period_bound(job, Routing.at_home(case.placement, 1, case.microbatches))
     of_ranks = PeriodBound(found.value, found.kind, found.where.replace("worker", "rank").replace("link", "link of ranks"))
     return max((of_ranks, *_of_memory(case), *_of_shared_edges(case)), key=lambda one: one.value)

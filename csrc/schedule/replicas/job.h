@@ -1,4 +1,4 @@
-// The ops, costs and routes of several replicas as plain numbers: what adaptra.program.routing and adaptra.simulation.job_case
+// The ops, costs and routes of several replicas as plain numbers: what adaptra.program.routing and adaptra.simulation.case
 // hold, without Python.
 #pragma once
 
@@ -46,7 +46,7 @@ struct Link {
   double occupancy;
 };
 
-// The same meaning and units as adaptra.simulation.job_case.JobCase.
+// The same meaning and units as adaptra.simulation.case.Case.
 struct Job {
   JobRule rule;
   std::int32_t replicas = 0, stages = 0, microbatches = 0, workers = 0;

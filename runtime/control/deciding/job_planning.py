@@ -17,10 +17,7 @@ from adaptra.program.verify import verify
 from adaptra.runtime.control.deciding.replanning import Planning
 from adaptra.runtime.control.plans.plan import MAX_REASON, Edges, Plan
 from adaptra.runtime.detection.detector import Detection
-from adaptra.runtime.detection.job_detector import JobDetector
-from adaptra.runtime.detection.level_shift import DetectorOptions
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 from adaptra.simulation.period import simulate_period
 
 LONGEST_SEARCH: Final = 0.2
@@ -35,14 +32,12 @@ class JobPlanning(Planning):
     """The compiler of a job. Its plans have a program of one pipeline, if all replicas run the same, or of all replicas.
 
     Attributes:
-        replicas: The number of replicas.
         ranks: The number of workers of a replica.
         seconds: The longest search, in seconds, at most :data:`LONGEST_SEARCH`.
         changing: The stages whose forwards change buffers, which workers hand over.
         at_home: The stages whose microbatches no other replica's worker may compute.
     """
 
-    replicas: int = 1
     ranks: int = 1
     seconds: float = LONGEST_SEARCH
     changing: frozenset[int] = frozenset()
@@ -62,10 +57,6 @@ class JobPlanning(Planning):
                     raise PlanError(
                         f"microbatch {away[0]} of replica {replica} leaves stage {stage}: expected it to stay at home"
                     )
-
-    def detector(self, cost: CostModel, options: DetectorOptions) -> JobDetector:
-        """Return the detector of changes of all replicas, which begins with these costs of each."""
-        return JobDetector(cost, self.replicas, self.ranks, options)
 
     def plan_for(self, detection: Detection, current: Plan, delegated: Edges, is_draft: bool) -> tuple[Plan, Remedies | None]:
         """The best of all remedies for what was detected: keep, reorder, share, detour.
@@ -98,16 +89,16 @@ class JobPlanning(Planning):
         case = self._case(detection, Case(detection.cost, program.microbatches, program.placement))
         return simulate_period(self._of_job(program), case).period
 
-    def _case(self, detection: Detection, case: Case) -> JobCase:
+    def _case(self, detection: Detection, case: Case) -> Case:
         """Return the job's case: the costs of each replica, and the memory of its ranks in microbatches."""
         costs = detection.by_replica or (detection.cost,) * self.replicas
         nothing = (0.0,) * case.cost.stages
-        memory = JobCase.of(case, self.replicas).memory
+        memory = case.of_replicas(self.replicas).memory
         updates = UpdateSeconds(nothing, nothing, barrier=detection.barrier)
         measured = measured_case(costs, case.microbatches, updates, placement=case.placement, memory=memory)
         return replace(measured, changing=self.changing, at_home=self.at_home)
 
-    def _with_room_for(self, running: Program, case: JobCase) -> JobCase:
+    def _with_room_for(self, running: Program, case: Case) -> Case:
         """Return the case with room for what runs. A limit in bytes allows more than as many whole microbatches."""
         if case.memory is None:
             return case
@@ -119,13 +110,13 @@ class JobPlanning(Planning):
         return join([program] * self.replicas) if program.is_one_pipeline else program
 
 
-def _slow_links(case: JobCase, edge: Edge) -> set[tuple[int, int]]:
+def _slow_links(case: Case, edge: Edge) -> set[tuple[int, int]]:
     """Return the links of replicas over which messages of an edge of stages take longer than in others."""
     links = ((case.worker(replica, edge[0]), case.worker(replica, edge[1])) for replica in range(case.replicas))
     return case.links.keys() & set(links)
 
 
-def _takes_slow_links(program: Program, case: JobCase, edge: Edge) -> bool:
+def _takes_slow_links(program: Program, case: Case, edge: Edge) -> bool:
     """Return whether a route takes one of these links, or all replicas are alike."""
     slow = _slow_links(case, edge)
     return not slow or any((route.workers[edge[0]], route.workers[edge[1]]) in slow for route in program.routing.routes)

@@ -30,6 +30,7 @@ from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.control.plans.plan_log import Agreement
 from adaptra.runtime.detection.changes import EdgeChange, LossChange, StageChange
 from adaptra.runtime.detection.detector import Detection
+from adaptra.runtime.detection.job_detector import JobDetector
 from adaptra.runtime.detection.level_shift import DetectorOptions
 from adaptra.runtime.detection.meetings import Meetings
 from adaptra.runtime.detection.speculation import Speculation
@@ -177,7 +178,7 @@ class Policy:
 
     Args:
         rank: The coordinating rank, which events name.
-        ranks: The number of ranks of the pipeline.
+        ranks: The number of ranks that are planned together: of the pipeline, or of all replicas.
         current: The plan that runs; detection starts from its costs.
         planning: The compiler.
         options: The controller's options.
@@ -188,7 +189,8 @@ class Policy:
         self._ranks = ranks
         self._planning = planning
         self._options = options
-        self._detector = planning.detector(current.case.cost, options.detector)
+        workers = ranks // planning.replicas
+        self._detector = JobDetector(current.case.cost, planning.replicas, workers, options.detector)
         self._gathered: dict[int, dict[int, StepMeasurement]] = {}
         self._observed = -1
         self._meetings = Meetings()

@@ -13,11 +13,10 @@ from adaptra.program import Program
 from adaptra.program.routing import Grid
 from adaptra.program.verify import verify
 from adaptra.runtime.control.plans.plan import Edges, Plan
-from adaptra.runtime.detection.detector import Detection, Detector
-from adaptra.runtime.detection.job_detector import JobDetector
-from adaptra.runtime.detection.level_shift import DetectorOptions
+from adaptra.runtime.detection.detector import Detection
 from adaptra.runtime.detection.step_noise import steps_until_sure
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.period import alike_case, simulate_period
 
 
@@ -57,6 +56,7 @@ class Planning:
         ahead_of_need: How many messages ahead of need the receives of each channel are posted when a program is lowered for a
             cost model; see :meth:`adaptra.passes.insert_comm.InsertComm.ahead_of_need`.
         activation_bytes: The most bytes of activations on each rank at a time under a program, where they are known.
+        replicas: The number of replicas that are planned together.
     """
 
     planner: Callable[[Case, Program], Program]
@@ -64,6 +64,7 @@ class Planning:
     draft: Callable[[Case, Program], Program] | None = None
     ahead_of_need: Callable[[Program, CostModel], Mapping[Channel, int]] = nothing_ahead
     activation_bytes: Callable[[Program], tuple[int, ...]] | None = None
+    replicas: int = 1
 
     def workers(self, case: Case) -> Grid:
         """Return the workers of each stage by replica that a plan of several replicas has; none for one pipeline."""
@@ -76,10 +77,6 @@ class Planning:
             ScheduleError: As :func:`adaptra.program.verify.verify`.
         """
         verify(program)
-
-    def detector(self, cost: CostModel, options: DetectorOptions) -> Detector | JobDetector:
-        """Return the detector of changes, which begins with these costs."""
-        return Detector(cost, options)
 
     def plan_for(self, detection: Detection, current: Plan, delegated: Edges, is_draft: bool) -> tuple[Plan, Remedies | None]:
         """The best plan for what was detected that the time allows, and what would relieve edges whose bandwidth binds.
@@ -141,7 +138,7 @@ class Planning:
             return None
         before_now = step_seconds(current.program, current.case.cost, barrier=detection.barrier)
         longer = self.expect(current.program, detection) - before_now
-        if steps_until_sure(max(longer, _added_latency(current.case.cost, detection.cost)), detection.noise) > 0:
+        if steps_until_sure(max(longer, _added_latency(current.case.cost, case.cost)), detection.noise) > 0:
             return None
         predicted, reason = self.expect(current.program, detection), f"{detection.reason}; the same order, receives sooner"
         return replace(current, case=case, predicted=predicted, bound=step_bound(case), reason=reason)

@@ -12,7 +12,7 @@ from adaptra.planning.routes.joined_programs import crossed_replicas
 from adaptra.program import Program
 from adaptra.program.placement import Edge
 from adaptra.runtime.control_store.schema import Fields
-from adaptra.simulation.cost import Case
+from adaptra.simulation.case import Case
 
 MAX_REASON: Final = 10_000
 """The longest reason of a plan, in characters."""

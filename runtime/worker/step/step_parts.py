@@ -108,7 +108,7 @@ class StepParts:
         """
         away, worker_of = self._foreign.away_from_home(executor.program), self._context.transport.worker_of
         rates = self._probes.receive_counts_of(executor.heard)
-        found = Counter({(worker_of(rank), specs): count for (rank, specs), count in rates.items()})
+        found = Counter({(int(worker_of(rank)), specs): count for (rank, specs), count in rates.items()})
         return found if away is None else found + self.gradients.receive_counts_of(away)
 
     def receive_counts(self) -> Counter[tuple[int, MessageSpec]]:

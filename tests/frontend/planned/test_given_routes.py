@@ -18,8 +18,8 @@ from adaptra.passes.insert_comm import InsertComm
 from adaptra.planning.routes.job_planner import plan_job
 from adaptra.program import Program
 from adaptra.program.routing import Routing
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 
 ADAPTS = "schedule … with routes and adapt=True: expected adapt=False, as routes are followed and not changed"
 OTHER = (
@@ -48,7 +48,7 @@ def program(away: Sequence[int] = (1,), stage: int = 1, case: Case = CASE) -> Pr
     """Replica 0's worker computes these microbatches of replica 1 on a stage."""
     path = (0, 3) if stage == 0 else (2, 1)
     paths = [[(0, 1)] * 4, [path if number in away else (2, 3) for number in range(4)]]
-    return plan_job(JobCase.of(case, 2), routing=Routing.of_paths(ROWS, paths))
+    return plan_job(case.of_replicas(2), routing=Routing.of_paths(ROWS, paths))
 
 
 V_SHAPED = Case(CostModel.uniform(4, 1.0, 1.0, 1.0), 4, (0, 1, 1, 0))
@@ -58,7 +58,7 @@ def v_shaped(stages: Sequence[int] = (1, 2)) -> Program:
     """The other replica's worker computes these stages of some microbatches."""
     path = tuple((0, 1, 1, 0)[stage] if stage in stages else (2, 3, 3, 2)[stage] for stage in range(4))
     paths = [[(0, 1, 1, 0)] * 4, [(2, 3, 3, 2), path, path, (2, 3, 3, 2)]]
-    return plan_job(JobCase.of(V_SHAPED, 2), routing=Routing.of_paths(((0, 1, 1, 0), (2, 3, 3, 2)), paths))
+    return plan_job(V_SHAPED.of_replicas(2), routing=Routing.of_paths(((0, 1, 1, 0), (2, 3, 3, 2)), paths))
 
 
 TWO = replace(CASE, microbatches=2)

@@ -13,7 +13,8 @@ from adaptra.planning.explaining.comparison import KEPT, SWEPT, compare, sweep_d
 from adaptra.planning.planner import plan
 from adaptra.program.schedules import PLACED, generate
 from adaptra.report.sweep import draw_sweep
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
 
 CASE = Case(CostModel.uniform(4, 10, 10, 10, latency=2), 8, (0, 1, 2, 3), "four")

@@ -14,20 +14,18 @@ from jobs import even_case, random_case, random_job_program
 from adaptra.equations.replicas import replica_equations
 from adaptra.planning.explaining.job_explanation import JobExplanation, explain_job
 from adaptra.planning.routes.job_planner import plan_job
+from adaptra.simulation.case import Case, WorkerLink
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.job_case import JobCase, WorkerLink
 from adaptra.simulation.period import simulate_period
 
 LOST = replace(even_case(3, 4, 6, 3.0), lost=frozenset({6}))
 TWO_LOST = replace(even_case(3, 4, 6, 3.0), lost=frozenset({6, 10}))
 SLOW = replace(even_case(4, 4, 8), slow={6: 2.0}, memory=(3, 3, 3, 3))
 NARROW = replace(even_case(2, 2, 16), links={(0, 1): WorkerLink(0.0, 6.0)})
-COUNTER = JobCase(
-    CostModel.uniform(6, 2, 2, 1), 2, 4, (0.0,) * 6, (0.0,) * 6, lost=frozenset({0, 8, 11}), name="counter-example"
-)
+COUNTER = Case(CostModel.uniform(6, 2, 2, 1), 4, name="counter-example", replicas=2, lost=frozenset({0, 8, 11}))
 
 
-def explained(case: JobCase) -> JobExplanation:
+def explained(case: Case) -> JobExplanation:
     return explain_job(plan_job(case), case)
 
 

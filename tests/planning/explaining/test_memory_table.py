@@ -12,7 +12,8 @@ from adaptra.planning.least_memory import plan_least_memory
 from adaptra.planning.planner import plan
 from adaptra.planning.routes.steady_steps import PERIOD
 from adaptra.planning.timing import MAKESPAN, StepTiming
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 
 LATE = Case(CostModel.uniform(4, 1, 1, 1, latency=1), 16, (0, 1, 2, 3))
 

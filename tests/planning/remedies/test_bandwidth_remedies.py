@@ -27,7 +27,8 @@ from adaptra.planning.remedies.bandwidth_remedies import (
     needed_rounding,
 )
 from adaptra.planning.routes.joined_programs import join
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.cut_points import CutPoint, CutPoints, positions_of
 from adaptra.simulation.simulate import simulate
 

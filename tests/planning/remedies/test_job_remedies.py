@@ -24,8 +24,8 @@ from adaptra.program import Kind, Program
 from adaptra.program.placement import in_turn, v_shaped
 from adaptra.program.routing import Route, Routing
 from adaptra.program.verify import verify
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.period import simulate_period
 
 EFFORT = 300_000
@@ -44,7 +44,7 @@ class Shape:
     def cost(self) -> CostModel:
         return CostModel.uniform(self.stages, 0.04, 0.04, 0.04, 0.004, 0.03)
 
-    def case(self, hurt: dict[int, Hurt] | None = None, seed: int | None = None, **more: object) -> JobCase:
+    def case(self, hurt: dict[int, Hurt] | None = None, seed: int | None = None, **more: object) -> Case:
         """The case with some replicas hurt, as measured with a noise of 2 %, or without noise if there is no seed."""
         costs = [(hurt or {}).get(replica, lambda cost: cost)(self.cost) for replica in range(self.replicas)]
         chance = random.Random(seed)

@@ -11,7 +11,7 @@ from jobs import even_case, random_case
 
 from adaptra.errors import PlanError
 from adaptra.planning.responses.normalize import losses, normalized, role_moves, stage_work, with_moves
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_stage_without_a_worker_is_refused() -> None:
         normalized(even_case(3, 3, 2), 7)
 
 
-def worst(case: JobCase, chosen: tuple[int, ...]) -> float:
+def worst(case: Case, chosen: tuple[int, ...]) -> float:
     return max(stage_work(case, stage, number) for stage, number in enumerate(chosen))
 
 

@@ -11,7 +11,7 @@ from jobs import even_case, random_case
 from adaptra.planning.responses.normalize import losses, stage_load, stage_work
 from adaptra.planning.responses.recut import recuts
 from adaptra.planning.routes.job_planner import plan_job
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
 from adaptra.simulation.period import simulate_period
 
 
@@ -59,11 +59,11 @@ def test_a_planned_recut_repeats_faster_than_routes_alone() -> None:
     assert min(periods) >= min(worst(one.case) for one in recuts(case, 12)) - 1e-9
 
 
-def worst(case: JobCase) -> float:
+def worst(case: Case) -> float:
     return max(stage_work(case, stage, number) for stage, number in enumerate(losses(case)))
 
 
-def work_of(case: JobCase, begins: tuple[int, ...], pieces: int) -> float:
+def work_of(case: Case, begins: tuple[int, ...], pieces: int) -> float:
     lost, cost = losses(case), case.cost
     found: list[float] = []
     for stage, (begin, end) in enumerate(pairwise(begins)):

@@ -10,7 +10,7 @@ from jobs import even_case
 
 from adaptra.errors import CaseError
 from adaptra.planning.responses.responses import Decision, Response, ResponseKind, ResponsePrices, decide
-from adaptra.simulation.job_case import JobCase, WorkerLink
+from adaptra.simulation.case import Case, WorkerLink
 
 EFFORT = 60_000
 
@@ -108,6 +108,6 @@ def one(found: Decision, kind: ResponseKind) -> Response:
 
 
 def test_decisions_are_the_same_each_time() -> None:
-    case: JobCase = replace(even_case(3, 3, 5, 2.0), lost=frozenset({4}))
+    case: Case = replace(even_case(3, 3, 5, 2.0), lost=frozenset({4}))
     first, second = (decide(case, ResponsePrices(), effort=EFFORT) for _ in range(2))
     assert first.to_json() == second.to_json()

@@ -13,7 +13,7 @@ from adaptra.planning.routes.job_planner import plan_job
 from adaptra.planning.routes.route import share_evenly
 from adaptra.program.routing import Routing
 from adaptra.program.verify import verify
-from adaptra.simulation.job_case import WorkerLink
+from adaptra.simulation.case import WorkerLink
 from adaptra.simulation.period import simulate_period
 
 

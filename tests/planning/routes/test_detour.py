@@ -10,16 +10,16 @@ from adaptra.planning.routes.job_planner import plan_job
 from adaptra.planning.routes.route import share_evenly
 from adaptra.program.routing import Routing
 from adaptra.program.verify import verify
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase, WorkerLink
+from adaptra.simulation.case import Case, WorkerLink
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.period import simulate_period
 
 
-def narrow(replicas: int, stages: int, microbatches: int, *links: tuple[int, int]) -> JobCase:
+def narrow(replicas: int, stages: int, microbatches: int, *links: tuple[int, int]) -> Case:
     """Even replicas in which messages over these links take six forwards, both ways."""
     pipeline = Case(CostModel.uniform(stages, 1, 1, 1, occupancy=0.2), microbatches, tuple(range(stages)))
     both = {ends: WorkerLink(0.0, 6.0) for link in links for ends in (link, link[::-1])}
-    return replace(JobCase.of(pipeline, replicas), links=both, hands_over=False)
+    return replace(pipeline.of_replicas(replicas), links=both, hands_over=False)
 
 
 def crossing(routing: Routing) -> Counter[tuple[int, int]]:

@@ -13,11 +13,11 @@ from adaptra.planning.routes.job_planner import plan_job
 from adaptra.planning.routes.period_bound import period_bound
 from adaptra.program.placement import in_turn, v_shaped
 from adaptra.program.verify import verify
-from adaptra.simulation.job_case import JobCase, WorkerLink
+from adaptra.simulation.case import Case, WorkerLink
 from adaptra.simulation.period import simulate_period
 
 
-def even(replicas: int, stages: int, microbatches: int, optimizer: float = 3.0) -> JobCase:
+def even(replicas: int, stages: int, microbatches: int, optimizer: float = 3.0) -> Case:
     return replace(even_case(replicas, stages, microbatches, optimizer), memory=(2 * stages,) * stages)
 
 

@@ -16,12 +16,12 @@ from adaptra.planning.routes.period_bound import flow_bound, period_bound
 from adaptra.planning.routes.route import share_evenly
 from adaptra.program.placement import v_shaped
 from adaptra.program.verify import verify
+from adaptra.simulation.case import Case, WorkerLink
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.job_case import JobCase, WorkerLink
 from adaptra.simulation.period import simulate_period
 
 
-def losing(replicas: int, stages: int, microbatches: int, *lost: tuple[int, int]) -> JobCase:
+def losing(replicas: int, stages: int, microbatches: int, *lost: tuple[int, int]) -> Case:
     workers = frozenset(replica * stages + stage for replica, stage in lost)
     return replace(even_case(replicas, stages, microbatches, 3.0), lost=workers)
 

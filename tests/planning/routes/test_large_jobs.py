@@ -12,12 +12,12 @@ from jobs import even_case
 from adaptra.planning.routes.job_planner import plan_job
 from adaptra.planning.routes.large_jobs import LargePlan, plan_large
 from adaptra.program.verify import verify
-from adaptra.simulation.cost import Case, CostModel
-from adaptra.simulation.job_case import JobCase, WorkerLink
+from adaptra.simulation.case import Case, WorkerLink
+from adaptra.simulation.cost import CostModel
 from adaptra.simulation.period import simulate_period
 
 
-def check(case: JobCase) -> LargePlan | None:
+def check(case: Case) -> LargePlan | None:
     """Plan a case, and check the plan."""
     plan = plan_large(case)
     if plan is None:
@@ -33,7 +33,7 @@ def check(case: JobCase) -> LargePlan | None:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> JobCase:
+def cases(draw: st.DrawFn) -> Case:
     """Draw a case with one to three lost workers, in at most a third of the replicas."""
     stages, replicas = draw(st.integers(1, 5)), draw(st.integers(3, 9))
     times = st.integers(0, 4).map(float)
@@ -46,7 +46,7 @@ def cases(draw: st.DrawFn) -> JobCase:
         occupancy_forward=(0.0,) * (stages - 1),
         occupancy_backward=(0.0,) * (stages - 1),
     )
-    job = JobCase.of(Case(cost, draw(st.integers(1, 12)), tuple(range(stages))), replicas, draw(times), draw(times))
+    job = Case(cost, draw(st.integers(1, 12)), tuple(range(stages))).of_replicas(replicas, draw(times), draw(times))
     homes = draw(st.lists(st.integers(0, replicas - 1), min_size=1, max_size=replicas // 3, unique=True))
     lost = frozenset(job.worker(home, draw(st.integers(0, stages - 1))) for home in homes for _ in range(2))
     memory = draw(st.sampled_from([None, 2 * stages + 2, stages + 3]))
@@ -55,7 +55,7 @@ def cases(draw: st.DrawFn) -> JobCase:
 
 @settings(max_examples=150)
 @given(cases())
-def test_steps_are_never_farther_apart_than_the_plan_says(case: JobCase) -> None:
+def test_steps_are_never_farther_apart_than_the_plan_says(case: Case) -> None:
     check(case)
 
 

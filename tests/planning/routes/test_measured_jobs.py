@@ -13,8 +13,8 @@ from measured import noisy, seconds_of_updates
 from adaptra.errors import CaseError
 from adaptra.planning.routes.measured_jobs import NOISE, measured_case, pipeline_case
 from adaptra.program.placement import v_shaped
+from adaptra.simulation.case import Case, WorkerLink
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.job_case import JobCase, WorkerLink
 
 PIPELINE = CostModel.uniform(3, 0.04, 0.05, 0.03, 0.004, 0.01)
 
@@ -23,7 +23,7 @@ def narrow(*edges: tuple[int, int]) -> CostModel:
     return PIPELINE.with_occupancies(edges, 24)
 
 
-def measured(*costs: CostModel, crossing: dict[tuple[int, int], WorkerLink] | None = None) -> JobCase:
+def measured(*costs: CostModel, crossing: dict[tuple[int, int], WorkerLink] | None = None) -> Case:
     return measured_case(costs, 4, seconds_of_updates(3), crossing=crossing)
 
 

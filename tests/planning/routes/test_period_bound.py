@@ -13,8 +13,8 @@ from adaptra.planning.routes.job_planner import plan_job
 from adaptra.planning.routes.period_bound import PeriodBoundKind, flow_bound, period_bound
 from adaptra.planning.routes.route import share_evenly
 from adaptra.program.placement import v_shaped
+from adaptra.simulation.case import Case, WorkerLink
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.job_case import JobCase, WorkerLink
 from adaptra.simulation.period import simulate_period
 
 
@@ -74,7 +74,7 @@ def test_two_workers_in_a_row_reach_the_path_bound() -> None:
         (replace(even_case(1, 3, 12), ports={1: 3.0}), 79.0, PeriodBoundKind.PORT, "worker 1 sends"),
     ],
 )
-def test_each_bound_binds_somewhere(case: JobCase, value: float, kind: PeriodBoundKind, where: str) -> None:
+def test_each_bound_binds_somewhere(case: Case, value: float, kind: PeriodBoundKind, where: str) -> None:
     found = period_bound(case, share_evenly(case, in_turns=False))
     assert (found.value, found.kind, found.where) == (value, kind, where)
     assert str(found) == f"{value:g} ({kind.value}, {where})"

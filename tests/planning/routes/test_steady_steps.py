@@ -22,8 +22,8 @@ from adaptra.program import Op, Program
 from adaptra.program.dependencies import RULE
 from adaptra.program.schedules import GENERATORS, generate
 from adaptra.program.verify import verify
-from adaptra.simulation.cost import Blocking, Case, CostModel
-from adaptra.simulation.job_case import JobCase
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import Blocking, CostModel
 from adaptra.simulation.period import STEPS, pipeline_period, simulate_period
 from adaptra.simulation.simulate import simulate
 
@@ -60,7 +60,7 @@ def test_the_period_of_a_program_is_that_of_a_job_of_one_replica(program: Progra
     # Between stages of one worker a job's messages take no time, those of one pipeline do.
     assume(len(set(program.placement)) == stages or not any(map(any, drawn[3:])))
     case = Case(cost, program.microbatches, program.placement)
-    assert pipeline_period(program, cost) == pytest.approx(simulate_period(join([program]), JobCase.of(case, 1)).period)
+    assert pipeline_period(program, cost) == pytest.approx(simulate_period(join([program]), case.of_replicas(1)).period)
 
 
 @settings(max_examples=40, deadline=None)

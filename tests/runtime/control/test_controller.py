@@ -51,7 +51,8 @@ from adaptra.runtime.control.mail.relay import RelayOptions
 from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.detection.level_shift import DetectorOptions
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 
 TREE = RelayOptions(direct=0, fan_out=2, period=2)
 """A tree of four ranks."""

@@ -16,7 +16,7 @@ from adaptra.runtime.control.plans.plan import Edges, Plan
 from adaptra.runtime.detection.changes import Change, ChangeKind, LossChange
 from adaptra.runtime.detection.detector import Detection, Detector
 from adaptra.runtime.measuring.measurement import EdgeEstimate, Stalls, StepMeasurement
-from adaptra.simulation.cost import Case
+from adaptra.simulation.case import Case
 
 EDGE = (1, 2)
 STALLED = Stalls(count=1, late=4, lateness=0.5)

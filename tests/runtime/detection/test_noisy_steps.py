@@ -11,7 +11,7 @@ import pytest
 from noisy_steps import CASE, Fault, Noise, NoisySteps, judge, random_episode
 
 from adaptra.runtime.detection.changes import ChangeKind, EdgeChange
-from adaptra.simulation.cost import Case
+from adaptra.simulation.case import Case
 
 
 def test_noise_drift_pauses_and_warm_up_change_no_plan() -> None:

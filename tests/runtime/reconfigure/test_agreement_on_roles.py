@@ -21,7 +21,7 @@ from adaptra.program.roles import Roles, moved
 from adaptra.runtime.exchange.state_transfer import gather_state
 from adaptra.runtime.measuring.measurement import StageMeasurement
 from adaptra.runtime.reconfigure.agreement import agree_on_roles
-from adaptra.simulation.cost import Case
+from adaptra.simulation.case import Case
 
 RANKS, ROWS = 4, 4
 

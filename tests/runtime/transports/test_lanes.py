@@ -19,7 +19,8 @@ from adaptra.runtime.options import Options
 from adaptra.runtime.transports.base import Identity, Purpose
 from adaptra.runtime.transports.lanes import LanedTransport
 from adaptra.runtime.transports.local import LocalHub, LocalTransport
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 
 COST = CostModel.uniform(2, 0.01, 0.01, 0.01)
 

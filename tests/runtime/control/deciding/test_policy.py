@@ -14,7 +14,8 @@ from adaptra.program import Program
 from adaptra.runtime.control.deciding.policy import BeginPlanning, ControllerOptions, Propose, Release, Withdraw
 from adaptra.runtime.control.deciding.replanning import Planning, step_seconds
 from adaptra.runtime.control.plans.events import EventKind
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 
 PLANNING = Planning(best)
 

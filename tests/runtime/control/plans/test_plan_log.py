@@ -14,7 +14,8 @@ from adaptra.program import Program
 from adaptra.program.schedules import gpipe, one_f_one_b
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.control.plans.plan_log import Agreement, Coverage, Entry, Log
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 
 CASE = Case(CostModel.uniform(2, 0.02, 0.02, 0.01), 4, (0, 1))
 

@@ -1,7 +1,9 @@
-"""Cases of several replicas: their JSON form, and what it refuses."""
+"""Cases of one pipeline and of several replicas: their JSON form, what it refuses, and who takes which."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +12,14 @@ from hypothesis import strategies as st
 from jobs import random_case
 
 from adaptra.errors import CaseError
-from adaptra.simulation.job_case import JobCase, WorkerLink
+from adaptra.planning.planner import plan
+from adaptra.planning.routes.job_planner import plan_job
+from adaptra.planning.routes.period_bound import period_bound
+from adaptra.planning.routes.steady_steps import pipeline_bound
+from adaptra.program.routing import Routing
+from adaptra.simulation.case import Case, WorkerLink
+from adaptra.simulation.cost import Blocking, CostModel
+from adaptra.simulation.simulate import lower_bound
 
 SMALL: dict[str, Any] = {"P": 2, "S": 2, "M": 3, "t_f": 1, "t_i": [1, 2], "t_w": 0.5}
 
@@ -18,12 +27,12 @@ SMALL: dict[str, Any] = {"P": 2, "S": 2, "M": 3, "t_f": 1, "t_i": [1, 2], "t_w":
 @given(st.integers(0, 10_000))
 def test_a_case_comes_back_from_its_json(seed: int) -> None:
     case = random_case(seed, links=True, shapes=True)
-    assert JobCase.from_json(case.to_json()) == case
+    assert Case.from_json(case.to_json()) == case
 
 
 def test_the_fields_of_a_case() -> None:
     given_fields = {"lost": ["1.0"], "slow": {"0.1": 2, "0": 1.5}, "links": {"0-1": {"c": 2}}, "mem_cap": 4, "handover": 1}
-    case = JobCase.from_json(SMALL | given_fields)
+    case = Case.from_json(SMALL | given_fields)
     assert (case.replicas, case.stages, case.microbatches, case.workers) == (2, 2, 3, 4)
     assert (case.cost.forward, case.cost.input_grad, case.cost.weight_grad) == ((1.0, 1.0), (1.0, 2.0), (0.5, 0.5))
     assert (case.lost, case.slow) == (frozenset({2}), {1: 2.0, 0: 1.5})
@@ -33,7 +42,7 @@ def test_the_fields_of_a_case() -> None:
 
 def test_workers_with_several_stages() -> None:
     several = {"S": 4, "t_i": 1, "placement": [[0, 3], [1, 2]], "lost": ["1.2"], "slow": {"0.3": 2}, "mem_cap": [4, 5]}
-    case = JobCase.from_json(SMALL | several)
+    case = Case.from_json(SMALL | several)
     assert (case.ranks, case.workers, case.placement) == (2, 4, (0, 1, 1, 0))
     assert case.grid == ((0, 1, 1, 0), (2, None, None, 2))
     assert (case.lost, case.slow, case.memory) == (frozenset({3}), {0: 2.0}, (4, 5))
@@ -43,7 +52,7 @@ def test_workers_with_several_stages() -> None:
 
 def test_a_link_within_a_worker_takes_no_time() -> None:
     links = {"0-1": {"c": 7, "o": 1}}
-    case = JobCase.from_json(SMALL | {"S": 4, "t_i": 1, "placement": [[0, 3], [1, 2]], "c": [1, 2, 3], "links": links})
+    case = Case.from_json(SMALL | {"S": 4, "t_i": 1, "placement": [[0, 3], [1, 2]], "c": [1, 2, 3], "links": links})
     assert case.link(1, 1, (1, 2)) == WorkerLink()
     assert case.link(0, 1, (0, 1)) == case.link(0, 1, (3, 2)) == WorkerLink(7.0, 1.0)
     assert (case.link(1, 0, (1, 0)).latency, case.link(1, 0, (2, 3)).latency) == (1.0, 3.0)
@@ -94,9 +103,48 @@ def test_a_link_within_a_worker_takes_no_time() -> None:
 )
 def test_a_bad_case_is_refused_with_the_field_its_value_and_what_was_expected(change: dict[str, Any], message: str) -> None:
     with pytest.raises(CaseError, match=message):
-        JobCase.from_json(SMALL | change)
+        Case.from_json(SMALL | change)
 
 
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(CaseError, match=r"^missing field 't_w'$"):
-        JobCase.from_json({name: value for name, value in SMALL.items() if name != "t_w"})
+        Case.from_json({name: value for name, value in SMALL.items() if name != "t_w"})
+
+
+ALONE = Case(replace(CostModel.uniform(2, 1, 2, 3, latency=4), memory_limit=(3.0, 2.0)), 4, barrier=True)
+
+
+def test_one_pipeline_is_a_case_of_one_replica_and_keeps_its_file() -> None:
+    assert (ALONE.replicas, ALONE.workers, ALONE.is_one_pipeline) == (1, 2, True)
+    fields = ALONE.to_json()["case"]
+    assert (fields["version"], fields["mem_cap"]) == (1, [3.0, 2.0])
+    assert Case.from_json(ALONE.to_json()) == ALONE and {ALONE: 1}[Case.from_json(ALONE.to_json())] == 1
+
+
+def test_its_replicas_have_whole_microbatches_of_its_memory_and_its_barrier() -> None:
+    job = ALONE.of_replicas(3, 0.5)
+    assert (job.workers, job.memory, job.barrier, job.step) == (6, (3, 2), True, (0.5, 0.5))
+    assert job.to_json()["version"] == 2
+    assert not ALONE.of_replicas(1).is_one_pipeline  # it counts memory as the planner of jobs does
+
+
+@pytest.mark.parametrize("ask", [plan, lower_bound, pipeline_bound], ids=lambda ask: ask.__name__)
+@pytest.mark.parametrize(
+    "change", [{"replicas": 2}, {"slow": {1: 2.0}}, {"lost": frozenset[int](), "step": (1.0, 0.0)}], ids=str
+)
+def test_what_plans_one_pipeline_refuses_more(ask: Callable[[Case], object], change: dict[str, Any]) -> None:
+    case = replace(ALONE, **change)
+    with pytest.raises(CaseError, match=f": case has {case.replicas} replicas or workers of their own: expected one pipeline$"):
+        ask(case)
+
+
+@pytest.mark.parametrize("change", [{"half_duplex": True}, {"blocking": Blocking.SEND}], ids=str)
+def test_what_plans_jobs_refuses_communication_that_it_does_not_know(change: dict[str, Any]) -> None:
+    case = Case(replace(ALONE.cost, **change), 4)
+    message = "^case: duplex or blocking_comm: expected neither with several replicas$"
+    routing = Routing.at_home(case.placement, 1, case.microbatches)
+    for ask in (lambda: case.of_replicas(2), lambda: replace(case, replicas=2), lambda: period_bound(case, routing)):
+        with pytest.raises(CaseError, match=message):
+            ask()
+    with pytest.raises(CaseError, match=message):
+        plan_job(case, effort=1000, routing=routing)

@@ -1,0 +1,498 @@
+"""Planning problems: costs, microbatches and a placement, of one pipeline or of several replicas of it.
+
+One pipeline is a job of one replica. Several may have lost and slow workers and unequal links. ``adaptra plan`` and ``adaptra
+simulate`` read a case from a file; ``docs/formats.md`` documents its JSON form. Times may be in any unit as long as all share
+it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from adaptra.errors import CaseError
+from adaptra.json_files import read_json
+from adaptra.program import refuse_size
+from adaptra.program.placement import Edge, in_turn, stages_of
+from adaptra.program.routing import Grid
+from adaptra.simulation.case_fields import CaseFields
+from adaptra.simulation.cost import Blocking, CostModel
+
+PIPELINE_VERSION: Final = 1
+"""The version of a file of one pipeline."""
+
+JOB_VERSION: Final = 2
+"""The version of a file of several replicas."""
+
+_MOST_WORKERS: Final = 100_000
+"""The most workers of a case. More are refused before they fill the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLink:
+    """The directed link between two workers.
+
+    Attributes:
+        latency: Latency of a message.
+        occupancy: Time that a message occupies the link.
+    """
+
+    latency: float = 0.0
+    occupancy: float = 0.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One planning problem: of one pipeline, or of several replicas of it.
+
+    Worker ``replica · ranks + placement[stage]`` has a stage of a replica. A message between two workers departs once their
+    link and both workers' ports are free. It occupies each of them for its time, and arrives when all are free again, plus the
+    latency. Between two stages of one worker a message takes no time; see :meth:`.CostModel.placed`.
+
+    What plans one pipeline takes a case for which :attr:`is_one_pipeline` is true. It counts the memory of ``cost``, and what
+    plans or simulates a job counts ``memory``; :meth:`of_replicas` makes the one from the other.
+
+    Attributes:
+        cost: The costs of each replica: durations per stage, latency and occupancy per edge. They hold for workers and messages
+            about which the rest says nothing else.
+        microbatches: The number of microbatches of each replica in one step.
+        placement: ``placement[stage]`` is the rank in its replica of the worker that has the stage. Stage i on rank i if empty.
+        name: A name for people.
+        barrier: Whether ranks meet between steps. Then a step of one pipeline costs its makespan, otherwise the period of steps
+            in a row. With several replicas every STEP waits for the REDUCE of all workers, as a norm of all gradients makes it.
+            Otherwise it waits for its own stage's REDUCE alone, so that workers update at different times.
+        replicas: The number of replicas.
+        step: Duration of STEP, the optimizer, one per stage; none if empty.
+        reduce: Duration of REDUCE, from the time at which the last worker of a stage has come to it, one per stage.
+        links: Links by (sending worker, receiving worker).
+        ports: Per worker, the time that a message occupies its port, in each direction; 0 for workers that are not named.
+        slow: Per worker, the factor on the durations of its ops; 1 for workers that are not named.
+        lost: The workers that are lost.
+        hand_over: Latency of an accumulator that passes from one worker to another.
+        hands_over: Whether workers hand the accumulator over. If not, each adds up its own, and W ops wait for no other W.
+        memory: Per rank of a replica, the most microbatches that its worker holds from the start of F to the end of W. Those
+            of all its stages count. None for no limit.
+        changing: The stages whose forwards change buffers, which workers hand over with the same latency. So an F waits for
+            that of the microbatch before, whichever worker runs it.
+        at_home: The stages whose microbatches no other replica's worker may compute.
+
+    Raises:
+        CaseError: A field is invalid; names it, the given value and the expected one.
+    """
+
+    cost: CostModel
+    microbatches: int
+    placement: tuple[int, ...] = ()
+    name: str = "case"
+    barrier: bool = False
+    replicas: int = field(default=1, kw_only=True)
+    step: tuple[float, ...] = field(default=(), kw_only=True)
+    reduce: tuple[float, ...] = field(default=(), kw_only=True)
+    links: Mapping[tuple[int, int], WorkerLink] = field(
+        default_factory=dict[tuple[int, int], WorkerLink], hash=False, kw_only=True
+    )
+    ports: Mapping[int, float] = field(default_factory=dict[int, float], hash=False, kw_only=True)
+    slow: Mapping[int, float] = field(default_factory=dict[int, float], hash=False, kw_only=True)
+    lost: frozenset[int] = field(default=frozenset(), kw_only=True)
+    hand_over: float = field(default=0.0, kw_only=True)
+    hands_over: bool = field(default=True, kw_only=True)
+    memory: tuple[int, ...] | None = field(default=None, kw_only=True)
+    changing: frozenset[int] = field(default=frozenset(), kw_only=True)
+    at_home: frozenset[int] = field(default=frozenset(), kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not self.placement:
+            object.__setattr__(self, "placement", in_turn(self.stages))
+        for name in ("step", "reduce"):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (0.0,) * self.stages)
+        self._check_sizes()
+        object.__setattr__(self, "cost", self.cost.placed(self.placement))
+        if self.replicas > 1:
+            self.check_edges()
+        self._check_workers()
+        self._check_stages()
+
+    @staticmethod
+    def load(path: str | Path) -> Case:
+        """Read a case file.
+
+        Raises:
+            CaseError: The file is invalid. The text names the file, the field, its value and what was expected.
+        """
+        data = read_json(path, CaseError)
+        try:
+            return Case.from_json(data, name=Path(path).stem)
+        except CaseError as error:
+            raise CaseError(f"{path}: {error}") from None
+
+    def of_replicas(self, replicas: int, step: float = 0.0, reduce: float = 0.0) -> Case:
+        """Return the case of several replicas of this pipeline, all alike.
+
+        A limit of memory becomes one of whole microbatches, as if each held all of its memory from F to the end of W.
+
+        Args:
+            replicas: The number of replicas.
+            step, reduce: Durations of STEP and REDUCE, for all stages.
+
+        Raises:
+            CaseError: Edges are half duplex or communication blocks.
+        """
+        self.check_edges()
+        cost, memory = self.cost, None
+        if cost.memory_limit is not None:
+            held_by = [max(cost.memory_forward[stage] for stage in held) for held in placement_lists(self.placement)]
+            pairs = zip(cost.memory_limit, held_by, strict=True)
+            most = replicas * self.microbatches * self.stages
+            memory = tuple(most if held == 0.0 else int(limit / held + 1e-9) for limit, held in pairs)
+        times = (step,) * self.stages, (reduce,) * self.stages
+        return replace(self, replicas=replicas, step=times[0], reduce=times[1], memory=memory)
+
+    def check_edges(self) -> None:
+        """Refuse ways of communication that only the simulator of one pipeline knows.
+
+        Raises:
+            CaseError: Edges are half duplex or communication blocks.
+        """
+        if self.cost.half_duplex or self.cost.blocking is not Blocking.NONE:
+            raise CaseError(f"{self.name}: duplex or blocking_comm: expected neither with several replicas")
+
+    def require_one_pipeline(self, what: str) -> None:
+        """Refuse what the planner of one pipeline does not know.
+
+        Args:
+            what: What was asked for, which begins the error.
+
+        Raises:
+            CaseError: There are several replicas, or workers and links of their own.
+        """
+        if not self.is_one_pipeline:
+            raise CaseError(f"{what}: {self.name} has {self.replicas} replicas or workers of their own: expected one pipeline")
+
+    @property
+    def is_one_pipeline(self) -> bool:
+        """Whether there is one replica, whose workers and links are as ``cost`` says and whose steps end with the last op."""
+        unlike = self.links or self.ports or self.slow or self.lost or any(self.step) or any(self.reduce)
+        return self.replicas == 1 and not unlike and self.memory is None
+
+    def fault_scaled(self, healthy: float) -> float:
+        """Return the period of the healthy job, given as ``healthy``, scaled by the speed that is lost."""
+        speeds = [0.0 if worker in self.lost else 1 / self.slow.get(worker, 1.0) for worker in range(self.workers)]
+        return healthy * self.workers / sum(speeds)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether no worker is lost or slow."""
+        return not self.lost and not self.slow
+
+    @property
+    def fold(self) -> str:
+        """The form of ``hands_over`` in files and in the options of passes: ``handover`` or ``contributions``."""
+        return "handover" if self.hands_over else "contributions"
+
+    @property
+    def stages(self) -> int:
+        """The number of stages of each replica."""
+        return self.cost.stages
+
+    @property
+    def workers(self) -> int:
+        """The number of workers, lost ones included."""
+        return self.replicas * self.ranks
+
+    @cached_property
+    def ranks(self) -> int:
+        """The number of workers of each replica."""
+        return max(self.placement) + 1
+
+    @cached_property
+    def grid(self) -> Grid:
+        """The worker of each stage of each replica, None where it is lost."""
+        return tuple(
+            tuple(None if (worker := self.worker(replica, stage)) in self.lost else worker for stage in range(self.stages))
+            for replica in range(self.replicas)
+        )
+
+    def worker(self, replica: int, stage: int) -> int:
+        """Return the worker that has a stage of a replica."""
+        return replica * self.ranks + self.placement[stage]
+
+    def replica_of(self, worker: int) -> int:
+        """Return the replica to which a worker belongs."""
+        return worker // self.ranks
+
+    def stages_of(self, worker: int) -> tuple[int, ...]:
+        """Return the stages that a worker has, lost or not."""
+        return stages_of(worker % self.ranks, self.placement)
+
+    def place_of(self, worker: int) -> str:
+        """Return a worker as ``REPLICA.STAGE``, with the first of its stages."""
+        return f"{self.replica_of(worker)}.{self.stages_of(worker)[0]}"
+
+    def link(self, source: int, destination: int, edge: Edge) -> WorkerLink:
+        """Return the directed link between two workers for the messages of a directed edge of stages.
+
+        It is the workers' own, or else that of the edge. A message within one worker takes no time.
+        """
+        if source == destination:
+            return WorkerLink()
+        own = self.links.get((source, destination))
+        return self._edges[edge] if own is None else own
+
+    @cached_property
+    def _edges(self) -> dict[Edge, WorkerLink]:
+        """The links of workers without any of their own, by edge."""
+        down = [(stage, stage + 1) for stage in range(self.stages - 1)]
+        edges = [*down, *((after, before) for before, after in down)]
+        return {edge: WorkerLink(self.cost.latency(*edge), self.cost.occupancy(*edge)) for edge in edges}
+
+    @staticmethod
+    def from_json(data: Any, name: str = "case") -> Case:
+        """Read a case from its JSON object, which may also be wrapped as ``{"name": …, "case": {…}}``."""
+        outer = CaseFields(data)
+        fields = CaseFields(outer.objects("case") if outer.has("case") else data)
+        name = str(outer.given("name", name))
+        return _job_of(fields, name) if fields.has("P") else _pipeline_of(fields, name)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object from which :meth:`from_json` reads an equal case, of one pipeline in version 1."""
+        if self == Case(self.cost, self.microbatches, self.placement, self.name, self.barrier):
+            return {"name": self.name, "case": self._pipeline_fields()}
+        return {
+            "version": JOB_VERSION,
+            "name": self.name,
+            "P": self.replicas,
+            "S": self.stages,
+            "M": self.microbatches,
+            "t_f": list(self.cost.forward),
+            "t_i": list(self.cost.input_grad),
+            "t_w": list(self.cost.weight_grad),
+            "t_opt": list(self.step),
+            "t_reduce": list(self.reduce),
+            "c": list(self.cost.latency_forward),
+            "c_b": list(self.cost.latency_backward),
+            "o": list(self.cost.occupancy_forward),
+            "o_b": list(self.cost.occupancy_backward),
+            "links": {f"{a}-{b}": {"c": link.latency, "o": link.occupancy} for (a, b), link in self.links.items()},
+            "ports": {str(worker): value for worker, value in self.ports.items()},
+            "slow": {str(worker): value for worker, value in self.slow.items()},
+            "lost": [self.place_of(worker) for worker in sorted(self.lost)],
+            "handover": self.hand_over,
+            "fold": self.fold,
+            "mem_cap": None if self.memory is None else list(self.memory),
+            "placement": placement_lists(self.placement),
+            "barrier": self.barrier,
+            "changing": sorted(self.changing),
+            "at_home": sorted(self.at_home),
+        }
+
+    def _pipeline_fields(self) -> dict[str, Any]:
+        cost = self.cost
+        return {
+            "version": PIPELINE_VERSION,
+            "S": cost.stages,
+            "M": self.microbatches,
+            "t_f": list(cost.forward),
+            "t_b": list(cost.input_grad),
+            "t_w": list(cost.weight_grad),
+            "c_f": list(cost.latency_forward),
+            "c_b": list(cost.latency_backward),
+            "o_f": list(cost.occupancy_forward),
+            "o_b": list(cost.occupancy_backward),
+            "duplex": "half" if cost.half_duplex else "full",
+            "blocking_comm": {Blocking.NONE: False, Blocking.SEND: "send", Blocking.BOTH: "both"}[cost.blocking],
+            "mem_f": list(cost.memory_forward),
+            "mem_b": list(cost.memory_input_grad),
+            "mem_cap": None if cost.memory_limit is None else list(cost.memory_limit),
+            "placement": placement_lists(self.placement),
+            "barrier": self.barrier,
+        }
+
+    def _check_sizes(self) -> None:
+        if self.microbatches < 1:
+            raise CaseError(f"M={self.microbatches}: expected at least one microbatch")
+        if refused := refuse_size(self.replicas * self.stages, self.microbatches):
+            raise CaseError(f"{'S, M' if self.replicas == 1 else 'P, S, M'}: {refused}")
+        durations = "t_f, t_b, t_w, c_f, c_b, o_f, o_b" if self.replicas == 1 else "t_f, t_i, t_w, c, c_b, o, o_b"
+        for names, one in ((durations, self.cost.once_through), ("mem_f", sum(self.cost.memory_forward))):
+            if not math.isfinite(self.microbatches * one):
+                raise CaseError(
+                    f"{names}: {self.microbatches} microbatches add up to more than 1.8e308: expected a larger unit"
+                )
+        if len(self.placement) != self.stages or set(self.placement) != set(range(len(set(self.placement)))):
+            raise CaseError(f"placement {list(self.placement)}: expected {self.stages} stages on ranks 0..R-1")
+        if self.workers > _MOST_WORKERS:
+            raise CaseError(f"P, S: {self.workers:,} workers: expected at most {_MOST_WORKERS:,}")
+        for limit in (self.cost.memory_limit, self.memory):
+            if limit is not None and len(limit) != self.ranks:
+                raise CaseError(f"mem_cap: expected {self.ranks} numbers, one per rank, got {len(limit)}")
+
+    def _check_stages(self) -> None:
+        for what, stages in (("changing", self.changing), ("at_home", self.at_home)):
+            for stage in stages:
+                if not 0 <= stage < self.stages:
+                    raise CaseError(f"{what}: stage {stage} does not exist: expected 0..{self.stages - 1}")
+        for worker in sorted(self.lost):
+            if home := self.at_home.intersection(self.stages_of(worker)):
+                raise CaseError(
+                    f"lost: worker {self.place_of(worker)} has stage {min(home)}, which is in at_home: expected one whose "
+                    "microbatches others may compute"
+                )
+
+    def _check_workers(self) -> None:
+        for what, workers in (("slow", self.slow), ("ports", self.ports), ("lost", self.lost)):
+            for worker in workers:
+                self._check_worker(what, worker)
+        for source, destination in self.links:
+            self._check_worker("links", source)
+            self._check_worker("links", destination)
+        for worker, factor in self.slow.items():
+            if not factor > 0:
+                raise CaseError(
+                    f"slow: {factor:g} for worker {worker}: expected a factor above 0, such as 2 for half the speed"
+                )
+        for stage in range(self.stages) if self.lost else ():
+            column = [self.worker(replica, stage) for replica in range(self.replicas)]
+            if self.lost.issuperset(column):
+                raise CaseError(
+                    f"lost: all {self.replicas} workers of stage {stage}, {column[0]} to {column[-1]}: expected one that lives "
+                    "on each stage; only a checkpoint has its parameters then"
+                )
+
+    def _check_worker(self, what: str, worker: int) -> None:
+        if not 0 <= worker < self.workers:
+            raise CaseError(
+                f"{what}: worker {worker} does not exist: expected 0..{self.workers - 1}, replica · {self.ranks} + rank"
+            )
+
+
+_PIPELINE_FIELDS: Final = frozenset(
+    "version S M t_f t_b t_w c_f c_b o_f o_b duplex blocking_comm mem_cap mem_f mem_b placement barrier".split()
+)
+_JOB_FIELDS: Final = frozenset(
+    "version name P S M placement t_f t_i t_w t_opt t_reduce c c_b o o_b links ports slow lost handover".split()
+) | {"fold", "mem_cap", "barrier", "changing", "at_home"}
+_PLACE: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})")
+_INDEX: Final = re.compile(r"0|[1-9][0-9]{0,8}")
+
+
+def worker_of(what: str, text: str, placement: Sequence[int]) -> int:
+    """Read a worker: its number, or ``REPLICA.STAGE``, the worker that has this stage.
+
+    Raises:
+        CaseError: The text is neither; ``what`` begins the error.
+    """
+    if match := _PLACE.fullmatch(text):
+        replica, stage = int(match[1]), int(match[2])
+        if stage >= len(placement):
+            raise CaseError(f"{what}: {text!r}: stage {stage} does not exist: expected 0..{len(placement) - 1}")
+        return replica * (max(placement) + 1) + placement[stage]
+    if _INDEX.fullmatch(text):
+        return int(text)
+    raise CaseError(f"{what}: {text!r}: expected a worker such as '1.2' for stage 2 of replica 1, or its number")
+
+
+def placement_lists(placement: tuple[int, ...]) -> list[list[int]]:
+    """Return the JSON form of a placement: one list of stages per rank."""
+    return [list(stages_of(rank, placement)) for rank in range(max(placement) + 1)]
+
+
+def _pipeline_of(fields: CaseFields, name: str) -> Case:
+    """Read a case of version 1."""
+    fields.only(_PIPELINE_FIELDS)
+    if fields.given("version", PIPELINE_VERSION) != PIPELINE_VERSION:
+        raise CaseError(f"case version {fields.given('version')!r}: this adaptra reads version {PIPELINE_VERSION}")
+    stages, microbatches = fields.count("S"), fields.count("M")
+    placement = fields.placement(stages)
+    ranks, edges = max(placement) + 1, stages - 1
+    cost = CostModel(
+        forward=fields.numbers("t_f", stages),
+        input_grad=fields.numbers("t_b", stages),
+        weight_grad=fields.numbers("t_w", stages),
+        latency_forward=fields.numbers("c_f", edges, 0),
+        latency_backward=fields.numbers("c_b", edges, fields.given("c_f", 0)),
+        occupancy_forward=fields.numbers("o_f", edges, 0, null=0),
+        occupancy_backward=fields.numbers("o_b", edges, fields.given("o_f", 0), null=0),
+        half_duplex=fields.one_of("duplex", ("full", "half")) == "half",
+        blocking=_blocking(fields.given("blocking_comm", False)),
+        memory_forward=fields.numbers("mem_f", stages, 1),
+        memory_input_grad=fields.numbers("mem_b", stages, 0.5),
+        memory_limit=None if fields.given("mem_cap", None) is None else fields.numbers("mem_cap", ranks),
+    )
+    return Case(cost, microbatches, placement, name, fields.flag("barrier"))
+
+
+def _job_of(fields: CaseFields, name: str) -> Case:
+    """Read a case of version 2."""
+    fields.only(_JOB_FIELDS)
+    if fields.given("version", JOB_VERSION) != JOB_VERSION:
+        raise CaseError(f"version {fields.given('version')!r}: a case with replicas, P, has version {JOB_VERSION}")
+    replicas, stages, microbatches = fields.count("P"), fields.count("S"), fields.count("M")
+    if refused := refuse_size(replicas * stages, microbatches):
+        raise CaseError(f"P, S, M: {refused}")
+    fold = fields.one_of("fold", ("handover", "contributions"))
+    placement = fields.placement(stages)
+    caps = None if fields.given("mem_cap", None) is None else fields.numbers("mem_cap", max(placement) + 1)
+    cost = CostModel(
+        forward=fields.numbers("t_f", stages),
+        input_grad=fields.numbers("t_i", stages),
+        weight_grad=fields.numbers("t_w", stages),
+        latency_forward=fields.numbers("c", stages - 1, 0),
+        latency_backward=fields.numbers("c_b", stages - 1, fields.given("c", 0)),
+        occupancy_forward=fields.numbers("o", stages - 1, 0),
+        occupancy_backward=fields.numbers("o_b", stages - 1, fields.given("o", 0)),
+    )
+    return Case(
+        cost,
+        microbatches,
+        placement,
+        str(fields.given("name", name)),
+        fields.flag("barrier"),
+        replicas=replicas,
+        step=fields.numbers("t_opt", stages, 0),
+        reduce=fields.numbers("t_reduce", stages, 0),
+        links=_links(fields),
+        ports={worker_of("ports", one, placement): value for one, value in fields.numbers_by_name("ports").items()},
+        slow={worker_of("slow", one, placement): value for one, value in fields.numbers_by_name("slow").items()},
+        lost=frozenset(worker_of("lost", one, placement) for one in fields.texts("lost")),
+        hand_over=fields.number("handover", 0),
+        hands_over=fold == "handover",
+        memory=None if caps is None else tuple(map(_whole_cap, caps)),
+        changing=frozenset(fields.indices("changing")),
+        at_home=frozenset(fields.indices("at_home")),
+    )
+
+
+def _blocking(value: Any) -> Blocking:
+    match value:
+        case False | None:
+            return Blocking.NONE
+        case "send":
+            return Blocking.SEND
+        case True | "both":
+            return Blocking.BOTH
+        case _:
+            raise CaseError(f"blocking_comm: expected false, true, 'send' or 'both', got {value!r}")
+
+
+def _links(fields: CaseFields) -> dict[tuple[int, int], WorkerLink]:
+    found: dict[tuple[int, int], WorkerLink] = {}
+    for name, value in fields.objects("links").items():
+        ends = name.split("-")
+        if len(ends) != 2 or not all(_INDEX.fullmatch(end) for end in ends):
+            raise CaseError(f"links: {name!r}: expected two workers such as '1-2', from 1 to 2")
+        link = CaseFields(value, f"links {name}: ")
+        link.only(frozenset({"c", "o"}))
+        found[int(ends[0]), int(ends[1])] = WorkerLink(link.number("c", 0), link.number("o", 0))
+    return found
+
+
+def _whole_cap(given: float) -> int:
+    if given < 1 or given != int(given):
+        raise CaseError(f"mem_cap: {given:g}: expected a whole number of microbatches, at least 1")
+    return int(given)
