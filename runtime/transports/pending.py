@@ -95,11 +95,13 @@ class PendingOperations:
     Attributes:
         attempt: The attempt of new operations.
         dropped: The number of messages of earlier attempts that were dropped.
+        held: The receives that were not released, where the transport keeps no more of them.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.attempt = Attempt()
         self.dropped = 0
+        self.held: set[Completion] = set()
         self._rank = rank
         self._world_size = world_size
         self._error: Exception | None = None

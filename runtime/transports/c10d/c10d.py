@@ -112,8 +112,6 @@ class C10dTransport(Transport):
         self._lock = threading.Lock()
         self._channels: dict[_ChannelEnd, _ServedChannel] = {}
         self._is_closed = self._waits_ended = False
-        self._has_left = False
-        """Whether messages of an earlier attempt may still be under way."""
         self.store = self._communicators.control_plane()
         self.clock_offsets = self._communicators.compare_clocks(self.store)
 
@@ -188,7 +186,6 @@ class C10dTransport(Transport):
             if self.contract.in_order and self._channels:
                 raise TransportError(f"{attempt}: expected a new transport, since NCCL can't drop a message of another size")
             self._guard.begin(attempt)
-            self._has_left = self._has_left or bool(self._channels)
             for standing in self._standing.values():
                 standing.begin()
             held, self._held = self._held, {}
@@ -222,7 +219,8 @@ class C10dTransport(Transport):
         with contextlib.suppress(Exception):
             for pending in self._guard.sends():
                 pending.wait(max(0.0, deadline - now()))
-        unfinished = self._guard.has_pending() or self._has_left
+        # Messages of an earlier attempt may still be under way.
+        unfinished = self._guard.has_pending() or self._guard.attempt.number > 0
         is_whole = self._guard.end(TransportError(f"the transport of rank {self.rank} is closed"))
         if unfinished or not is_whole:
             self._end_waits()

@@ -69,7 +69,6 @@ class DelegateTransport(Transport):
         self._pool: Pool[None] = Pool(lambda _: None)
         self._lock = threading.Lock()
         self._sent: deque[EnginePending] = deque()
-        self._held: set[EnginePending] = set()
         self._messages = EngineMessages(self._engine, self._make_message)
         self._refusals = RejectedConnections(self._engine, self.rank)
         self._is_closed = False
@@ -97,7 +96,7 @@ class DelegateTransport(Transport):
                 return pending  # another thread has begun a later attempt, which fails this receive
             self._pool.take(source_rank, identity)
             pending.source_rank = source_rank
-            self._held.add(pending)
+            self._guard.held.add(pending)
             request = self._engine.receive(source_rank, identity.channel, HEADER_BYTES + flat_bytes(identity.specs))
         pending.begin(self.settle, request)
         self._expect(pending, source_rank)
@@ -111,7 +110,7 @@ class DelegateTransport(Transport):
         self._release(pending)
 
     def _release(self, pending: EnginePending) -> None:
-        self._held.remove(pending)
+        self._guard.held.remove(pending)
         source_rank, pending.source_rank = pending.source_rank, None
         assert source_rank is not None, "only a received message is released, and once"
         self._pool.give(source_rank, pending.identity, None)
@@ -137,8 +136,9 @@ class DelegateTransport(Transport):
         with self._lock:
             self._guard.begin(attempt)
             self._engine.begin(attempt.epoch << 32 | attempt.number)
-            held = list(self._held)
+            held = list(self._guard.held)
         for pending in held:
+            assert isinstance(pending, EnginePending), "every pending of this transport is one"
             self._release(pending)
 
     @property
