@@ -6,7 +6,8 @@ from typing import final
 
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import Row
-from adaptra.simulation.cost import Case, CostModel
+from adaptra.simulation.case import Case
+from adaptra.simulation.cost import CostModel
 
 @final
 class Orders:

@@ -43,7 +43,7 @@ __all__ = [
 
 _HOMES: Final = {
     "GENERATORS": "adaptra.program.schedules",
-    "Case": "adaptra.simulation.cost",
+    "Case": "adaptra.simulation.case",
     "CostModel": "adaptra.simulation.cost",
     "EmulatedDevice": "adaptra.runtime.injection.emulation",
     "JsonFormatter": "adaptra.runtime.telemetry.log",

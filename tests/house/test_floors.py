@@ -23,7 +23,7 @@ FLOORS = """
     runtime.telemetry runtime.options runtime runtime.step_messages runtime.outputs runtime.reconfigure
     runtime.worker.stages runtime.worker.step runtime.worker
     report frontend.arguments frontend.saved frontend.weights frontend.shapes frontend.losses frontend.module_like
-    frontend.followed frontend.planned frontend.running frontend integrations cli
+    frontend.followed frontend.planned frontend.running frontend.pipeline frontend integrations cli
 """.split()
 """The rooms from the ground up, and the files that stand in no room. A room imports from those before it only."""
 

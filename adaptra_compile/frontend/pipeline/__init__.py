@@ -1,0 +1,1 @@
+"""The subjects of a pipeline's API: state, layout and what it shows."""

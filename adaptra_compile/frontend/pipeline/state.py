@@ -1,0 +1,180 @@
+"""The parameters, gradients and state of the stages in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from adaptra.checks import is_real
+from adaptra.errors import OptionError, PipelineError
+from adaptra.frontend.pipeline.attached_optimizer import refuse_foreign
+from adaptra.frontend.pipeline.grad_scaler import GradScaler
+from adaptra.frontend.pipeline.held_session import HeldSession
+from adaptra.frontend.saved.fitting_model import FittingModel
+
+
+class StateMethods(HeldSession):
+    """What an optimizer and a checkpoint need of a pipeline."""
+
+    _filler: nn.Parameter
+    _scaler: GradScaler | None = None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters of the stages in this process, for any torch optimizer.
+
+        Under a launcher these are of this rank's stage only. ``torch.nn.utils.clip_grad_norm_`` over them would use the norm of
+        one stage, not of the model, so use :meth:`clip_grad_norm_`. Without a launcher a parameter that several stages use
+        occurs once for each copy. A rank that trains nothing also yields one parameter without elements and without a name, as
+        optimizers need one. It never has a gradient, and no state or norm includes it.
+        """
+        found = [parameter for _, parameter in self.named_parameters()]
+        trains = any(one.requires_grad for one in found) or not self._require().is_launched
+        yield from found if trains else [*found, self._filler]
+
+    def require_own(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer of other parameters than this pipeline's, for adaptra's own modules.
+
+        Raises:
+            StateError: Gives the number of foreign parameters.
+        """
+        # A cut change may have brought parameters to a rank that had none.
+        refuse_foreign(optimizer, [*self.parameters(), self._filler])
+
+    def held_tensors(self) -> Sequence[tuple[str, Tensor]]:
+        """Return names and tensors of all parameters and buffers in this process, once per stage that uses them."""
+        return [one for worker in self._require().workers for one in worker.state.items()]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters of the stages in this process with their names in the user's model.
+
+        A parameter that several stages use occurs once for each of them, under one name, since every stage has a copy.
+        """
+        for name, value in self.held_tensors():
+            if isinstance(value, nn.Parameter):
+                yield name, value
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale all gradients on all ranks so that their norm over the whole model is at most ``max_norm``.
+
+        The result is bitwise that of ``torch.nn.utils.clip_grad_norm_`` in one process. A parameter that several stages use
+        counts once. All ranks call this between a step and the optimizer's step.
+
+        Args:
+            max_norm: The largest norm that is not scaled.
+            norm_type: The p of the p-norm; ``inf`` for the largest absolute value.
+            error_if_nonfinite: Whether to raise an error if the norm is infinite or NaN. Else gradients are divided by it.
+
+        Returns:
+            The norm before scaling, a scalar, the same on every rank.
+
+        Raises:
+            OptionError: The arguments are not valid for a norm.
+            PipelineError: No step has run yet, or the norm is not finite and ``error_if_nonfinite`` is set. Nothing changes
+                then.
+            PeerLostError: Another rank failed. The text names it. The pipeline has failed.
+        """
+        for name, value, least in (("max_norm", max_norm, "0"), ("norm_type", norm_type, "1")):
+            given: Any = value
+            if not is_real(given) or not given >= float(least):
+                raise OptionError(f"{name}={given!r}: expected a number of at least {least}")
+        session = self._require()
+        if self._losses is None:
+            raise PipelineError("no step has run yet: there are no gradients to clip")
+        total = session.local.on_every_rank(lambda worker: worker.gradient_norm(float(norm_type)), "clip_grad_norm_")[0]
+        if error_if_nonfinite and not total.isfinite():
+            raise PipelineError(
+                f"the norm of all gradients is {total.item()}: expected a finite one, as error_if_nonfinite=True"
+            )
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, total)
+        return total
+
+    def grad_scaler(
+        self,
+        *,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> GradScaler:
+        """Return a ``torch.amp.GradScaler`` for this pipeline, for training in float16.
+
+        Later steps scale their gradients by it. After a step call ``scaler.step(optimizer)`` and ``scaler.update()``; to clip
+        gradients, call ``scaler.unscale_(optimizer)`` before them. The loss that step returns is not scaled. If the gradients
+        of any stage are not finite, all ranks skip the optimizer's step and lower the scale. The result is bitwise that of
+        torch in one process. All ranks call this.
+
+        Args:
+            init_scale, growth_factor, backoff_factor, growth_interval, enabled: As for torch's GradScaler.
+
+        Raises:
+            PipelineError: The pipeline has a scaler already, or is not compiled yet.
+        """
+        session = self._require()
+        if self._scaler is not None:
+            raise PipelineError("this pipeline has a grad_scaler already: expected one, which all optimizers share")
+        self._scaler = GradScaler(
+            session,
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        return self._scaler
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state of the stages in this process, by its names in the user's model: the tensors, not copies.
+
+        Without a launcher this is the whole model. Under torchrun it is this rank's part, to be saved by every rank in its own
+        file. For a file of the whole model, use :meth:`full_state_dict`.
+        """
+        session = self._require()
+        return session.held.named(session.held.tensors)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the whole model's state on the job's rank 0, like the plain model's ``state_dict()``.
+
+        All ranks call this between two steps. Rank 0 receives the state from one rank after the other. So it needs room for the
+        result, and every other rank for a few messages. All names are included, and those of a tied parameter have one tensor.
+        Buffers that are not persistent are not included. Extra state of modules is, as ``get_extra_state`` gives it. The
+        tensors are copies in CPU memory, with the dtypes of the model. If replicas have different buffers, the first replica's
+        are returned.
+
+            state = pipe.full_state_dict()
+            if rank == 0:
+                torch.save(state, "model.pt")  # or plain.save_pretrained("model", state_dict=state)
+
+        Returns:
+            The state on rank 0, and an empty dict on other ranks.
+
+        Raises:
+            PipelineError: The pipeline is closed or has failed.
+            PeerLostError: Another rank failed. The text names it. The pipeline has failed.
+        """
+        return self._require().held.whole()
+
+    def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Copy values into the stages of this process. A checkpoint of the plain model works on every rank.
+
+        Under a launcher all ranks call this. Copies on several ranks, such as the replicas of a stage, are then compared, as at
+        compilation. If they differ, the first rank's values are used, and the log has one line about it.
+
+        Args:
+            state: Tensors by their names in the user's model.
+            strict: Whether a missing name of these stages, or a name that the model does not have, is an error.
+
+        Raises:
+            StateError: Names are missing or unknown, or a value is not a tensor or has another shape. If ranks have copies,
+                an error on any of them is raised on all. Nothing changes then on any of them.
+            PeerLostError: Another rank failed. The text names it. The pipeline has failed.
+        """
+        session = self._require()
+        self.take(session.held.agreed_to_load(lambda: session.held.fitting(state, strict=strict), "load_state_dict"))
+
+    def take(self, fitting: FittingModel) -> None:
+        """Load a state that fits, for adaptra's own modules."""
+        self._require().held.take(fitting)
