@@ -230,7 +230,9 @@ std::string ReceiveChannel::handle(Connection& connection, const Frame& frame, s
                    frame.total,
                    std::string(reinterpret_cast<const char*>(payload.data()), payload.size())};
       // A message that is dropped needs a slot all the same.
-      if (frame.attempt < host_.attempt()) classes_.try_emplace(frame.total, Class{.reserved = 1});
+      if (frame.attempt < host_.attempt()) {
+        if (const auto [it, is_new] = classes_.try_emplace(frame.total); is_new) it->second.reserved = 1;
+      }
       want(frame.total);
       compare_with_head();
       return {};
