@@ -75,9 +75,13 @@ void ReceiveChannel::make_slots(std::uint64_t bytes) {
   Class& known = classes_[bytes];
   for (; known.made < known.reserved; ++known.made) {
     const auto slot = static_cast<std::uint32_t>(slots_.size());
-    slots_.push_back(
-        {.pages = host_.make_pages(bytes), .state = SlotState::kGranted, .generation = 0, .sequence = 0, .attempt = 0,
-         .first = 0, .covered = {}});
+    slots_.push_back({.pages = host_.make_pages(bytes),
+                      .state = SlotState::kGranted,
+                      .generation = 0,
+                      .sequence = 0,
+                      .attempt = 0,
+                      .first = 0,
+                      .covered = {}});
     for (std::size_t path = 0; path < paths_.size(); ++path) {
       for (Connection* connection : paths_[path].up) {
         connection->expose(slot, slots_[slot].pages->memory());

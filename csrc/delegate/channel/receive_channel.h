@@ -50,7 +50,7 @@ class ReceiveChannel final : public Channel {
     std::uint64_t sequence = 0;  // while filling, as the next two
     std::uint64_t attempt = 0;
     std::uint64_t first = 0;
-    Intervals covered;           // while filling: bytes whose checksum was right
+    Intervals covered;  // while filling: bytes whose checksum was right
   };
   struct Class {
     std::size_t reserved = 0;
@@ -107,7 +107,7 @@ class ReceiveChannel final : public Channel {
   [[nodiscard]] Frame ack_of(std::uint64_t sequence) const;
 
   std::vector<Slot> slots_;
-  std::map<std::uint64_t, Class> classes_;      // by message size
+  std::map<std::uint64_t, Class> classes_;  // by message size
   std::map<Key, Expected> expected_;
   std::map<Key, Arrived> arrived_;  // complete, not yet expected
   std::uint64_t next_expected_ = 0;

@@ -80,8 +80,8 @@ bool decode(std::span<const std::byte, kFrameBytes> bytes, Frame& frame, std::st
     return false;
   }
   if (frame.first > frame.sequence && (frame.kind == FrameKind::kChunk || frame.kind == FrameKind::kHead)) {
-    reason = "message " + std::to_string(frame.sequence) + " comes before the first of its attempt, " +
-             std::to_string(frame.first);
+    reason =
+        "message " + std::to_string(frame.sequence) + " comes before the first of its attempt, " + std::to_string(frame.first);
     return false;
   }
   if (frame.kind == FrameKind::kChunk && frame.length == 0) {
