@@ -167,8 +167,9 @@ class Reconfiguration:
 
     def _cut_transfers(self, after: Sequence[TrainStage]) -> list[Transfer[str]]:
         """Return the transfers within this process's pipeline to the stages of another cut."""
-        row = self._local.launched.row
-        ranks = [row[rank] for rank in self._spec.placement]
+        launched, placement = self._local.launched, self._spec.placement
+        # Workers in one process hand over by place, as there is nothing to send.
+        ranks = placement if launched.job is None else [launched.row[place] for place in placement]
         names_before, names_after = ([one.state_names for one in stages] for stages in (self._local.compiled.train, after))
         return cut_transfers(names_before, names_after, ranks)
 
