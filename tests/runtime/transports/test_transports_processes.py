@@ -150,6 +150,13 @@ class Rank:
         self.transport.abort(error)
         self.on_lost()
 
+    def has_reached(self, rank: int) -> bool:
+        """Whether a direct question of this rank has got through to another one."""
+        membership = self.membership
+        assert membership._questions is not None
+        with membership._condition:
+            return membership._questions.sign(rank).is_reachable
+
     def wait_in_vain(self, source: int, identity: Identity) -> Lost:
         """The error that ends the wait, and how long that took."""
         started = time.monotonic()
@@ -182,6 +189,10 @@ def lose_rank_2(rank: int, how: str, name: str = "c10d") -> Lost | None:
                 return None
             case _:
                 raise AssertionError(how)
+    for _ in range(500):  # until then silence may be that of a firewall; there are three questions only
+        if rank or mine.has_reached(2):
+            break
+        time.sleep(0.02)
     mine.transport.store.set(f"waiting {rank}", "")
     source = 2 if rank == 3 else rank + 1
     return mine.wait_in_vain(source, forward(5, 2, 3) if rank == 3 else backward(5, source, rank))
