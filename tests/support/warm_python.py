@@ -177,7 +177,6 @@ def _begin_anew() -> None:
     import numpy
     import torch
 
-    atexit._clear()  # pyright: ignore[reportAttributeAccessIssue] - those of the server
     threads = os.environ.get("OMP_NUM_THREADS")
     torch.set_num_threads(int(threads) if threads else os.cpu_count() or 1)
     torch.seed()
