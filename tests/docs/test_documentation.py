@@ -26,8 +26,7 @@ PAGES = {name: page for name, page in ALL.items() if (page.program or page.files
 
 def run(command: list[str], folder: Path) -> str:
     """What a command prints, run as somebody would who has adaptra installed."""
-    warm = warm_commands(*(path.read_text() for path in folder.glob("*.py")))
-    places = {"PATH": f"{warm}:{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
+    places = {"PATH": f"{warm_commands(folder)}:{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
     # Unbuffered, a print is two writes, a line and its end, and those of two ranks would mix.
     places |= {"PYTHONUNBUFFERED": ""}
     done = subprocess.run(

@@ -10,14 +10,14 @@ import pytest
 from warm_python import warm_commands
 
 
-def in_one_process(text: str) -> list[str]:
-    """The beginning of a command that runs a script of this text."""
-    return [str(warm_commands(text) / "python")]
+def in_one_process(scripts: Path) -> list[str]:
+    """The beginning of a command that runs this script, or one of this folder."""
+    return [str(warm_commands(scripts) / "python")]
 
 
-def under_torchrun(ranks: int, text: str) -> list[str]:
-    """The beginning of a command that runs a script of this text on several ranks of this machine."""
-    return [str(warm_commands(text) / "torchrun"), "--standalone", f"--nproc-per-node={ranks}"]
+def under_torchrun(ranks: int, scripts: Path) -> list[str]:
+    """The beginning of a command that runs this script, or one of this folder, on several ranks of this machine."""
+    return [str(warm_commands(scripts) / "torchrun"), "--standalone", f"--nproc-per-node={ranks}"]
 
 
 def run_command(

@@ -48,8 +48,7 @@ def environment(**more: str) -> dict[str, str]:
 def warm_environment(folder: Path, **more: str) -> dict[str, str]:
     """The same environment, in which the scripts of a folder begin at once."""
     there = environment(**more)
-    warm = warm_commands(*(path.read_text() for path in folder.glob("*.py")))
-    return there | {"PATH": f"{warm}:{there['PATH']}"}
+    return there | {"PATH": f"{warm_commands(folder)}:{there['PATH']}"}
 
 
 def run_recipe(command: Sequence[str], folder: Path, timeout: float = 120.0, **more: str) -> str:

@@ -39,19 +39,15 @@ def changed_lines(pair: str) -> int:
 
 def losses_of_plain(pair: str, folder: Path, *arguments: str, then: str = "") -> list[float]:
     """The losses of the script in one process. ``then`` is code that runs after it, as if the script ended with it."""
-    return _run(in_one_process(_text(pair)), pair, PLAIN, folder, *arguments, then=then)
+    return _run(in_one_process(EXAMPLES / pair), pair, PLAIN, folder, *arguments, then=then)
 
 
 def losses_of_pipeline(
     pair: str, folder: Path, ranks: int, *arguments: str, timeout: float = 150, then: str = ""
 ) -> list[float]:
     """The losses of the script with adaptra under torchrun; ``then`` as of :func:`losses_of_plain`."""
-    launcher = under_torchrun(ranks, _text(pair))
+    launcher = under_torchrun(ranks, EXAMPLES / pair)
     return _run(launcher, pair, PIPELINE, folder, *arguments, timeout=timeout, then=then)
-
-
-def _text(pair: str) -> str:
-    return "".join(path.read_text() for path in (EXAMPLES / pair).glob("*.py"))
 
 
 def _run(

@@ -36,9 +36,10 @@ LIBRARIES = ("transformers.trainer", "accelerate", "peft", "pytorch_lightning")
 _IMPORTS_THEM = re.compile(r"^ *(?:import|from) (?:transformers|accelerate|peft|lightning|pytorch_lightning)\b", re.MULTILINE)
 
 
-def warm_commands(*scripts: str) -> Path:
-    """The folder of the two commands, for scripts of this text: if these import large libraries, the server has them too."""
-    return _started(LIBRARIES if any(map(_IMPORTS_THEM.search, scripts)) else ())
+def warm_commands(scripts: Path) -> Path:
+    """The folder of the two commands for a script, or for those of a folder, with a server that has what they import."""
+    paths = [scripts] if scripts.is_file() else scripts.glob("*.py")
+    return _started(LIBRARIES if any(_IMPORTS_THEM.search(path.read_text()) for path in paths) else ())
 
 
 @cache
