@@ -89,7 +89,7 @@ def run_processes(
         function: At the top level of a module; ``args`` and its result can be pickled.
         world_size: The number of processes.
         timeout: Seconds after which all that is left is killed.
-        may_die: Ranks whose death is part of the test; their value is None.
+        may_die: Ranks whose death is part of the test; their value is None. They may not raise an error instead.
         is_fresh: Whether each process starts an interpreter of its own, as launchers do. The order of sets then differs.
 
     Returns:
@@ -129,15 +129,22 @@ def _collect(
         for end in ready:
             assert isinstance(end, Connection)
             rank = missing.pop(end)
-            try:
-                outcome = end.recv()
-            except EOFError:
-                processes[rank].join(100)
-                outcome = Outcome(exit_code=processes[rank].exitcode)
+            outcome = _outcome(end, processes[rank])
             assert outcome.error is None, f"rank {rank}: {outcome.error}"
             assert outcome.exit_code is None, f"rank {rank} died with exit code {outcome.exit_code}"
             values[rank] = outcome.value
+    for rank in may_die:
+        error = _outcome(ends[rank], processes[rank]).error if ends[rank].poll() else None
+        assert error is None, f"rank {rank}, which should have died: {error}"
     return values
+
+
+def _outcome(end: Connection, process: Any) -> Outcome:
+    try:
+        return end.recv()
+    except EOFError:
+        process.join(100)
+        return Outcome(exit_code=process.exitcode)
 
 
 def _run(end: Connection, function: Callable[..., Any], rank: int, world_size: int, port: int, args: tuple[Any, ...]) -> None:

@@ -9,6 +9,7 @@ with it. Tests that look at a start itself take ``sys.executable``.
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import re
@@ -210,4 +211,6 @@ if __name__ == "__main__":
         with suppress(ImportError):
             import_module(name)
     del sys.modules["torch.distributed.run"]  # runpy warns of a module that is there before it runs
+    gc.collect()
+    gc.freeze()  # as in warm
     Server(Path(sys.argv[1])).run()

@@ -6,6 +6,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -68,6 +69,7 @@ def join_half(rank: int) -> None:
     # Each half has a control plane of its own.
     transport.store.set("parity", str(rank % 2))
     assert int(transport.store.get("parity")) == rank % 2
+    dist.barrier()  # the store ends with rank 0
     transport.close()
 
 
@@ -176,7 +178,7 @@ def lose_rank_2(rank: int, how: str, name: str = "c10d") -> Lost | None:
     mine = Rank(name=name)
     if rank == 2:
         # All wait now, or will in a moment: either way they must learn of it.
-        mine.transport.store.wait(["waiting 0", "waiting 1", "waiting 3"])
+        mine.transport.store.wait(["waiting 0", "waiting 1", "waiting 3"], timedelta(seconds=100))
         match how:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -189,10 +191,11 @@ def lose_rank_2(rank: int, how: str, name: str = "c10d") -> Lost | None:
                 return None
             case _:
                 raise AssertionError(how)
-    for _ in range(500):  # until then silence may be that of a firewall; there are three questions only
-        if rank or mine.has_reached(2):
-            break
-        time.sleep(0.02)
+    if rank == 0:  # until then silence may be that of a firewall
+        deadline = time.monotonic() + 60
+        while not mine.has_reached(2):
+            assert time.monotonic() < deadline, "no question reaches rank 2"
+            time.sleep(0.02)
     mine.transport.store.set(f"waiting {rank}", "")
     source = 2 if rank == 3 else rank + 1
     return mine.wait_in_vain(source, forward(5, 2, 3) if rank == 3 else backward(5, source, rank))

@@ -54,5 +54,6 @@ def test_nothing_is_left_of_the_engine_when_the_interpreter_ends(transport: str,
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert told == ["", ""]
+    # A name server that is slow to answer makes torch say so; that is nothing left of the engine.
+    assert [line for lines in told for line in lines.splitlines() if "hostname of the client socket" not in line] == []
     assert [rank.returncode for rank in ranks] == [0, 0]
