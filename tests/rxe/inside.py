@@ -3,23 +3,34 @@
 ``python inside.py FILE FUNCTION ARGUMENTS`` calls a function of a module with arguments given as JSON; the last line on
 standard output is what it returned, as JSON. The module finds what tests find, in
 ``tests/support``, ``tests/links`` and ``tests/rxe``.
+
+Processes on hosts are forks of one that has imported the module. The lab's kernel needs 20 seconds to import torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import importlib
 import inspect
 import json
+import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 RESULT = "result: "
+_NETWORK, _MOUNTS = 0x4000_0000, 0x0002_0000
+"""Linux's ``CLONE_NEWNET`` and ``CLONE_NEWNS``."""
+_PRIVATE = 0x4000 | 0x0004_0000
+"""Linux's ``MS_REC | MS_PRIVATE``."""
 
 
 def command(function: Callable[..., Any], *arguments: Any) -> list[str]:
@@ -33,29 +44,88 @@ def result_of(output: str) -> Any:
     return json.loads(line.removeprefix(RESULT))
 
 
+class Nursery:
+    """A process from which those on hosts are forked: it has imported what they need, and has no threads."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        gc.freeze()
+        self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if os.fork() == 0:
+            self._door.close()
+            _fork_for_ever(theirs)
+        theirs.close()
+
+    def fork(self, host: int, function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[int, int]:
+        """Call a function on a host. Returns a descriptor of the process, and one from which to read what it writes."""
+        written, writes = os.pipe()
+        asked = json.dumps([host, inspect.getfile(function), function.__name__, arguments])
+        socket.send_fds(self._door, [asked.encode()], [writes])
+        os.close(writes)
+        return os.pidfd_open(int(self._door.recv(64))), written
+
+
+def _fork_for_ever(door: socket.socket) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that nobody needs to wait for what has ended
+    while True:
+        asked, files, _, _ = socket.recv_fds(door, 1 << 16, 1)
+        if not asked:
+            os._exit(0)
+        if (process := os.fork()) == 0:
+            door.close()
+            _call_on_host(files[0], *json.loads(asked))
+        os.close(files[0])
+        door.send(str(process).encode())
+
+
+def _call_on_host(output: int, host: int, file: str, function: str, arguments: Sequence[Any]) -> None:
+    """Call a function as ``ip netns exec`` would, and end as an interpreter does."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for one in (1, 2):
+        os.dup2(output, one)
+    sys.stdout, sys.stderr = open(1, "w", 1, errors="replace"), open(2, "w", 1, errors="replace")  # noqa: SIM115 - for life
+    from ending import end_after  # found where the module is
+
+    def call() -> None:
+        _enter(host)
+        _print_result_of(file, function, arguments)
+
+    end_after(call)
+
+
+def _enter(host: int) -> None:
+    """Enter a host's network, with the view of its devices that is in /sys."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with Path(f"/run/netns/n{host}").open() as network:
+        done = [libc.setns(network.fileno(), _NETWORK), libc.unshare(_MOUNTS), libc.mount(b"", b"/", None, _PRIVATE, None)]
+    libc.umount2(b"/sys", 2)
+    done.append(libc.mount(b"host", b"/sys", b"sysfs", 0, None))
+    if any(done):
+        raise OSError(ctypes.get_errno(), f"host n{host} can't be entered: {done}")
+
+
 class Process:
     """A function running on a host; what it writes goes to standard output line by line, behind the host's name."""
 
+    nursery: ClassVar[Nursery]
+
     def __init__(self, host: int, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
         self._name = f"n{host}"
-        self._result: Any = None
         self._lines: list[str] = []
         self._told = threading.Condition()
-        self._process = subprocess.Popen(
-            ["ip", "netns", "exec", self._name, *command(function, *arguments)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
-        )  # fmt: skip
+        self._process, written = self.nursery.fork(host, function, arguments)
+        self._written = os.fdopen(written, errors="replace")
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            with self._told:
-                self._lines.append(line.rstrip("\n"))
-                self._told.notify_all()
-            if not line.startswith(RESULT):
-                print(f"{self._name}: {line.rstrip()}", flush=True)
+        with self._written as written:
+            for line in written:
+                with self._told:
+                    self._lines.append(line.rstrip("\n"))
+                    self._told.notify_all()
+                if not line.startswith(RESULT):
+                    print(f"{self._name}: {line.rstrip()}", flush=True)
         with self._told:
             self._lines.append("")
             self._told.notify_all()
@@ -79,23 +149,27 @@ class Process:
 
     def stop(self) -> None:
         """Take the processor from it until :meth:`go_on`; its devices go on by themselves."""
-        self._process.send_signal(signal.SIGSTOP)
+        signal.pidfd_send_signal(self._process, signal.SIGSTOP)
 
     def go_on(self) -> None:
         """Give it back."""
-        self._process.send_signal(signal.SIGCONT)
+        signal.pidfd_send_signal(self._process, signal.SIGCONT)
 
     def result(self, timeout: float) -> Any:
         """What the function returned."""
-        status = self._process.wait(timeout)
         self._reader.join(timeout)
-        assert status == 0, f"{self._name}: exit status {status}"
+        assert not self._reader.is_alive(), f"{self._name}: no result within {timeout} s"
+        assert any(line.startswith(RESULT) for line in self._lines), f"{self._name} ended without a result"
         return result_of("\n".join(self._lines))
 
     def close(self) -> None:
         """End the process if it still runs."""
-        self._process.kill()
-        self._process.wait()
+        if self._process >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            select.select([self._process], [], [])
+            os.close(self._process)
+            self._process = -1
 
 
 @contextlib.contextmanager
@@ -122,12 +196,20 @@ def shell(line: str) -> str:
     return done.stdout
 
 
+def _print_result_of(file: str, function: str, arguments: Sequence[Any]) -> None:
+    result = getattr(importlib.import_module(Path(file).stem), function)(*arguments)
+    print(f"{RESULT}{json.dumps(result)}", flush=True)
+
+
 def _main(file: str, function: str, arguments: str) -> None:
     path = Path(file).resolve()
     tests = Path(__file__).resolve().parent.parent
     sys.path[:0] = [str(path.parent), *(str(tests / folder) for folder in ("support", "links"))]
-    result = getattr(importlib.import_module(path.stem), function)(*json.loads(arguments))
-    print(f"{RESULT}{json.dumps(result)}", flush=True)
+    sys.modules["inside"] = sys.modules["__main__"]  # what the module imports by that name
+    importlib.import_module(path.stem)
+    if Path("/run/netns/n0").exists():
+        Process.nursery = Nursery()
+    _print_result_of(file, function, json.loads(arguments))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The lab itself: what it leaves behind, and what it says when it can't be."""
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -53,3 +54,25 @@ def test_a_lab_ends_with_the_process_that_started_it(
         starter.kill()
         for left in processes_of(tmp_path):
             os.kill(left, signal.SIGKILL)
+
+
+def fails_on_purpose() -> None:
+    print("before the end")
+    raise RuntimeError("on purpose")
+
+
+@pytest.mark.rdma
+def test_what_goes_wrong_in_the_lab_is_shown(in_lab: Callable[..., Any]) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)before the end.*RuntimeError: on purpose"):
+        in_lab(fails_on_purpose, hosts=1, rails=1)
+
+
+def never_ends() -> None:
+    print("begun", flush=True)
+    queue.Queue[None]().get()
+
+
+@pytest.mark.rdma
+def test_a_lab_that_takes_too_long_is_ended(in_lab: Callable[..., Any]) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)did not end by itself within 30.0 s\nbegun"):
+        in_lab(never_ends, hosts=1, rails=1, timeout=30.0)

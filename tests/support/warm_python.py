@@ -22,10 +22,12 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from ending import end_after
 
 COMMAND = """#!/bin/sh
 exec "{python}" -S -E "{client}" "{door}" {more}"$@"
@@ -151,25 +153,7 @@ def _become(told: dict[str, Any], files: list[int]) -> None:
     buffering = 1 if os.environ.get("PYTHONUNBUFFERED") or "-u" in told["options"] else -1
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w", buffering), open(2, "w", 1)  # noqa: SIM115 - for life
     _begin_anew()
-    code = 0
-    try:
-        _run(told["arguments"])
-    except SystemExit as ending:
-        code = ending.code if isinstance(ending.code, int) else int(ending.code is not None)
-        if code and not isinstance(ending.code, int):
-            print(ending.code, file=sys.stderr)
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        code = 1
-    with suppress(BaseException):
-        import threading
-
-        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue] - waits for threads as an interpreter does
-    atexit._run_exitfuncs()  # pyright: ignore[reportAttributeAccessIssue]
-    with suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+    end_after(partial(_run, told["arguments"]))
 
 
 def _begin_anew() -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import queue
 import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
 
-import inside
 import pytest
+import rdma_ports
 from delegate_lab import CALM
 from errors_table import check_documented
 
@@ -17,7 +16,6 @@ from adaptra import _C
 from adaptra.cli import doctor
 from adaptra.errors import LaunchError, MissingExtraError
 from adaptra.runtime.rdma import devices as rdma
-from adaptra.runtime.rdma.watch import RdmaEvent, Watcher
 from adaptra.runtime.transports.delegate import rdma_paths
 
 DOCUMENTED = {
@@ -70,19 +68,9 @@ def test_looking_at_devices_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=30, check=False).returncode == 0
 
 
-def ports_of(_host: int) -> list[dict[str, Any]]:
-    return [port.to_json() for port in rdma.find_ports()]
-
-
-def find_on_a_host_with_a_pulled_plug() -> Any:
-    inside.shell("ip -n n0 link set rail1 down")
-    with inside.on_hosts(1, ports_of) as (process,):
-        return process.result(100)
-
-
 @pytest.mark.rdma
 def test_finds_the_ports_of_this_host_and_says_why_others_are_unusable(in_lab: Callable[..., Any]) -> None:
-    ports = {port["device"]: port for port in in_lab(find_on_a_host_with_a_pulled_plug)}
+    ports = {port["device"]: port for port in in_lab(rdma_ports.find_on_a_host_with_a_pulled_plug)}
     assert list(ports) == ["rxe0_0", "rxe0_1", "rxe1_0", "rxe1_1"]
     first = ports["rxe0_0"]
     assert first["unusable"] is None
@@ -97,51 +85,11 @@ def test_finds_the_ports_of_this_host_and_says_why_others_are_unusable(in_lab: C
     assert "RDMA rxe0_1/1 unusable: is down" in lines
 
 
-def watch(_host: int) -> list[list[str]]:
-    events: queue.Queue[RdmaEvent] = queue.Queue()
-    watcher = Watcher(["rxe0_0", "rxe0_1"], events.put)
-    print("watching", flush=True)
-    told = [events.get(timeout=100) for _ in range(2)]
-    watcher.close()
-    watcher.close()
-    return [[event.device, event.event, event.ports[0].state, str(event)] for event in told]
-
-
-def pull_a_plug_and_put_it_back() -> Any:
-    with inside.on_hosts(1, watch) as (process,):
-        process.wait_for("watching", 20)
-        inside.shell("ip -n n0 link set rail1 down")
-        inside.shell("ip -n n0 link set rail0 down")
-        return process.result(100)
-
-
 @pytest.mark.rdma
 def test_the_watcher_tells_of_ports_that_go_down(in_lab: Callable[..., Any]) -> None:
-    told = sorted(in_lab(pull_a_plug_and_put_it_back))
+    told = sorted(in_lab(rdma_ports.pull_a_plug_and_put_it_back))
     assert [event[:3] for event in told] == [
         ["rxe0_0", "IBV_EVENT_PORT_ERR", "down"],
         ["rxe0_1", "IBV_EVENT_PORT_ERR", "down"],
     ]
     assert told[0][3] == "RDMA device rxe0_0: IBV_EVENT_PORT_ERR; now port 1 is down"
-
-
-def fails_on_purpose() -> None:
-    print("before the end")
-    raise RuntimeError("on purpose")
-
-
-@pytest.mark.rdma
-def test_what_goes_wrong_in_the_lab_is_shown(in_lab: Callable[..., Any]) -> None:
-    with pytest.raises(AssertionError, match=r"(?s)before the end.*RuntimeError: on purpose"):
-        in_lab(fails_on_purpose, hosts=1, rails=1)
-
-
-def never_ends() -> None:
-    print("begun", flush=True)
-    queue.Queue[None]().get()
-
-
-@pytest.mark.rdma
-def test_a_lab_that_takes_too_long_is_ended(in_lab: Callable[..., Any]) -> None:
-    with pytest.raises(AssertionError, match=r"(?s)did not end by itself within 20.0 s\nbegun"):
-        in_lab(never_ends, hosts=1, rails=1, timeout=20.0)
