@@ -53,9 +53,8 @@ def best_bucket_bytes(nbytes: int, replicas: int, link: Link) -> int:
         replicas: Their number P.
         link: The slowest link between two of them.
     """
-    if link.per_byte <= 0:
-        return max(nbytes, LEAST_BYTES)
-    return max(math.isqrt(int(nbytes * replicas * link.latency / link.per_byte)), LEAST_BYTES)
+    squared = nbytes * replicas * link.latency / link.per_byte if link.per_byte > 0 else math.inf
+    return max(nbytes if squared >= nbytes**2 else math.isqrt(int(squared)), LEAST_BYTES)
 
 
 def make_buckets(tensors: Sequence[tuple[int, int, Hashable]], limit: int) -> list[Bucket]:

@@ -6,7 +6,7 @@ import math
 from itertools import permutations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from adaptra.collectives.rounds import ALGORITHMS
@@ -46,6 +46,7 @@ def test_nothing_to_add_takes_no_time() -> None:
     assert over(NBYTES, 1, {}) == over(0, 4, {}) == 0.0
 
 
+@example(2, 1, "direct", None, {(0, 1): Link(0.0625, 5e-324)})
 @given(
     st.integers(2, 6),
     st.integers(1, 10**8),
