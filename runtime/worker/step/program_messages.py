@@ -289,15 +289,15 @@ class ProgramMessages:
     def _spec(self, sent: Op) -> MessageSpec:
         shapes = self._shapes[sent.stage]
         match sent.kind:
-            case Kind.SEND_F:
-                return shapes.of(sent.microbatch)[0]
-            case Kind.SEND_B:
-                return shapes.of(sent.microbatch)[1]
+            case Kind.SEND_F | Kind.SEND_B:
+                return shapes.of(sent.microbatch)[sent.kind is Kind.SEND_B]
             case Kind.SEND_INPUT:
                 return self._batch.inputs
             case Kind.SEND_TARGET:
                 return (*self._batch.targets, _ASKED)
             case Kind.SEND_RESULT:
                 return self._batch.results
+            case Kind.SEND_BUFFERS:
+                return shapes.buffers
             case _:
                 return shapes.weights

@@ -31,6 +31,7 @@ from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
 from adaptra.runtime.worker.step.executor import Executor
 from adaptra.runtime.worker.step.program_messages import BatchShapes, MessageShapes
 from adaptra.runtime.worker.step.shapes import FIRST, RankShape, StepShape
+from adaptra.runtime.worker.step.stage_factory import changing_in
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.period import simulate_alike
 from adaptra.simulation.simulate import simulate
@@ -111,6 +112,7 @@ class RankPrograms:
         self._batch = batch
         self._transport = transport
         self._job = job
+        self._changing = frozenset(one.index for one in compiled.train if changing_in(compiled, one.index))
         self._pacing = pacing
         self._monitor = monitor
         self._clock = clock
@@ -121,7 +123,7 @@ class RankPrograms:
         self._running: _Runnable | None = None
         self.reserve({})  # after a change of roles, gradients may be read before the first step
         made = self._made_for(initial, FIRST)
-        verify(made.executor.program)
+        verify(made.executor.program, changing=self._changing)
         self._prepared = {(initial.version, FIRST): made}
 
     def prepare(self, plan: Plan) -> None:
@@ -147,7 +149,7 @@ class RankPrograms:
         if not shape.shape.trains:
             return
         made = self._made_for(self.plan, number)
-        verify(made.executor.program)
+        verify(made.executor.program, changing=self._changing)
         self._prepared[self.plan.version, number] = made
 
     def drop_shape(self, number: int) -> None:
@@ -316,7 +318,8 @@ class RankPrograms:
         ahead = None if self._with_loss else program.microbatches
         lowered = InsertComm.for_contract(self._transport.contract, ahead).apply(program, plan.case.cost)
         slow = plan.delegated if lowered.is_one_pipeline else _links_over(lowered, plan.delegated)
-        return InsertCrossing().apply(LowerComm(slow=slow).apply(lowered, plan.case.cost), plan.case.cost)
+        crossing = InsertCrossing.for_contract(self._transport.contract, self._changing)
+        return crossing.apply(LowerComm(slow=slow).apply(lowered, plan.case.cost), plan.case.cost)
 
 
 def _links_over(lowered: Program, edges: Edges) -> Edges:

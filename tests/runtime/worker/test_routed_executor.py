@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
@@ -25,6 +25,7 @@ from adaptra.runtime.transports.local import LocalHub
 from adaptra.runtime.worker.step.program_messages import MessageShapes
 from adaptra.simulation.cost import CostModel
 
+RECEIVES = ("ahead", "late")
 LATE = 0.5
 """Seconds."""
 
@@ -33,20 +34,19 @@ Outcome = tuple[dict[tuple[int, int], float], dict[tuple[int, int], float], dict
 
 
 def job_program(seed: int) -> Program:
-    """A random program of a healthy job, of two replicas at least, with its messages."""
+    """A random program of a healthy job, of two replicas at least."""
     case = random_case(seed, shapes=True)
     case = replace(case, replicas=max(2, case.replicas), lost=frozenset(), slow={}, hands_over=True)
-    program = random_job_program(case, seed)
-    receives = "late" if seed % 2 else "ahead"
-    program = with_messages(program, receives)
-    verify(program)
-    return program
+    return random_job_program(case, seed)
 
 
-def with_messages(program: Program, receives: str) -> Program:
+def with_messages(program: Program, receives: str, changing: Sequence[int] = ()) -> Program:
     """The program with all its messages."""
     cost = CostModel.uniform(program.stages, 1.0, 1.0, 1.0)
-    return InsertCrossing().apply(InsertComm(receives).apply(program, cost), cost)
+    crossing = InsertCrossing(buffers=tuple(changing), receives=receives)
+    program = crossing.apply(InsertComm(receives).apply(program, cost), cost)
+    verify(program, changing=changing)
+    return program
 
 
 def numbers(program: Program, salt: int) -> dict[int, list[tuple[Tensor]]]:
@@ -121,7 +121,7 @@ def computed_alone(program: Program) -> Outcome:
 @given(st.integers(0, 10_000))
 def test_any_valid_program_of_a_job_is_executed_with_the_same_bits(seed: int) -> None:
     """Also where other replicas' workers have the first stage, the last stage, or a part of the sums."""
-    program = job_program(seed)
+    program = with_messages(job_program(seed), RECEIVES[seed % 2])
     assert run(program, SHAPES)[:2] == computed_alone(program)[:2]
 
 
@@ -135,6 +135,7 @@ def test_buffers_change_in_the_order_of_their_replica_wherever_its_microbatches_
     except ScheduleError as error:
         assume("deadlock" not in str(error))
         raise
+    program = with_messages(program, RECEIVES[seed % 2], range(program.stages))
     assert run(program, WITH_BUFFERS) == computed_alone(program)
 
 
