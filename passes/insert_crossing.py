@@ -5,7 +5,7 @@ computes it on the first and the last stage. Results travel back. So does the ac
 another worker computes.
 
 Each replica has its own buffers, such as BatchNorm's running statistics, which its forwards change in microbatch order. So they
-travel from home to the worker of the first microbatch, on to the worker of each next one, and home behind the last one.
+travel from worker to worker with the microbatches. The first worker has them from home, and they return behind the last one.
 """
 
 from __future__ import annotations

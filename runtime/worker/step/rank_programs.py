@@ -104,7 +104,7 @@ class RankPrograms:
         always: Mapping[tuple[int, MessageSpec], int],
     ) -> None:
         self.plan = self._initial = initial
-        self._with_loss = compiled.with_loss
+        self._compiled = compiled
         self._shapes = {FIRST: first}
         self._stages_of = stages_of
         self._beside = beside
@@ -112,7 +112,6 @@ class RankPrograms:
         self._batch = batch
         self._transport = transport
         self._job = job
-        self._changing = frozenset(one.index for one in compiled.train if changing_in(compiled, one.index))
         self._pacing = pacing
         self._monitor = monitor
         self._clock = clock
@@ -291,6 +290,11 @@ class RankPrograms:
         except PlanError:
             return plan_least_memory(replace(case, cost=replace(case.cost, memory_limit=None)))
 
+    @property
+    def _changing(self) -> frozenset[int]:
+        """The stages whose forwards change buffers."""
+        return frozenset(one.index for one in self._compiled.train if changing_in(self._compiled, one.index))
+
     def _made_for(self, plan: Plan, number: int) -> _Runnable:
         of = self._shapes[FIRST if number == _HOME else number]
         program = self._at_home if number == _HOME else of.shape.program_for(plan)
@@ -315,7 +319,7 @@ class RankPrograms:
 
         Without a loss there is no measurement and no new plan, so receives are posted early enough for any delay.
         """
-        ahead = None if self._with_loss else program.microbatches
+        ahead = None if self._compiled.with_loss else program.microbatches
         lowered = InsertComm.for_contract(self._transport.contract, ahead).apply(program, plan.case.cost)
         slow = plan.delegated if lowered.is_one_pipeline else _links_over(lowered, plan.delegated)
         crossing = InsertCrossing.for_contract(self._transport.contract, self._changing)
