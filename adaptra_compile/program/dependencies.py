@@ -107,6 +107,14 @@ SENT_BY: Final = {
 }
 """The SEND at the other end of a RECV."""
 
+USED_BY: Final[dict[Kind, tuple[Kind, ...]]] = {
+    Kind.RECV_F: (Kind.F,),
+    Kind.RECV_B: INPUT_GRADIENT,
+    Kind.RECV_W: WEIGHT_GRADIENT,
+    **dict.fromkeys((Kind.RECV_INPUT, Kind.RECV_TARGET, Kind.RECV_BUFFERS), (Kind.F,)),
+}
+"""The kinds of the op of the same stage and microbatch that waits for a RECV. What comes home waits for the end of the step."""
+
 _OTHER_END: Final = {
     Kind.SEND_F: (Kind.RECV_F, +1, 0),
     Kind.RECV_F: (Kind.SEND_F, -1, 0),
