@@ -198,16 +198,16 @@ def needs(op: Op, program: Program, lowered: bool, hands_over: bool = True, chan
     """
     found = [*_crossing_needs(op, program, hands_over, changing)] if lowered and not program.routing.stays_at_home else []
     paths = program.routing.path_of[op.replica]
-    here = program.rank_of(op)
+    is_compute = op.kind.is_compute
     for offset, kinds, later, when in RULE[op.kind]:
         stage, microbatch = op.stage + offset, op.microbatch + later
         if not 0 <= stage < program.stages or microbatch < 0:
             continue
-        crosses = paths[microbatch][stage] != here
+        crosses = is_compute and paths[microbatch][stage] != paths[op.microbatch][op.stage]
         if when is not When.ALWAYS and not (crosses and (hands_over if when is When.HANDED_OVER else stage in changing)):
             continue
         received = None
-        if crosses and lowered and op.kind.is_compute:
+        if crosses and lowered:
             received = Kind.RECV_W if when is When.HANDED_OVER else RECEIVED_BY.get(offset)
         if received is None:
             found.append(Need(stage, kinds, microbatch, op.replica))
