@@ -133,6 +133,20 @@ class CountPerStage(OptionForm):
         return str(value) if isinstance(value, int) else "+".join(map(str, value))
 
 
+class StageSet(OptionForm):
+    """Stages such as ``0+2``."""
+
+    expected = "STAGE, several joined by +, such as 0+2"
+
+    def parse(self, text: str) -> tuple[int, ...]:
+        """Return the stages."""
+        return tuple(_count(part, 0) for part in text.split("+"))
+
+    def print(self, value: Any) -> str:
+        """Return the stages joined by ``+``."""
+        return "+".join(map(str, value))
+
+
 class Word(OptionForm):
     """One word out of a few, or any that matches a pattern."""
 

@@ -3,19 +3,25 @@
 The home of a replica has its batch and gets its results. So inputs and targets of such a microbatch travel to the worker that
 computes it on the first and the last stage. Results travel back. So does the accumulator of a stage whose last microbatch
 another worker computes.
+
+Each replica has its own buffers, such as BatchNorm's running statistics, which its forwards change in microbatch order. So they
+travel from worker to worker with the microbatches. The first worker has them from home, and they return behind the last one.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import ClassVar, NamedTuple
 
 from adaptra.errors import PassError
-from adaptra.passes.base import Pass, Word, option
+from adaptra.passes.base import Pass, StageSet, Word, option
+from adaptra.passes.insert_comm import LEAST_AHEAD, InsertComm
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import SENT_BY, Way, channel_of, crossings, needs, other_end
+from adaptra.program.transport_contract import Contract
 from adaptra.simulation.cost import CostModel
 
 
@@ -26,18 +32,31 @@ class InsertCrossing(Pass):
     Inputs and targets are received and sent at the start of the step, the inputs first. Results are sent behind their F, and
     sums behind the last W. Both are received before the stage's REDUCE at home, or at the end of the order.
 
+    Buffers are sent at the start, and behind each F whose next one is on another worker. With ``receives=late`` their RECV
+    comes directly before the F that needs them. With ``receives=ahead`` it comes before the F that needs buffers four messages
+    earlier on the same channel, or at the start. Behind the last F they come home as results do.
+
     Guarantees: messages of a channel are received in the order in which they are sent. Where a message overtakes those that
     were there before, their RECV moves to an earlier position. A program in which every worker computes for its own replica
     stays as it is.
 
-    Refuses: a program that has such messages already, or lacks its other messages.
+    Refuses: a program that has such messages already, or lacks its other messages; ``buffers`` of a stage that it lacks.
 
     Attributes:
         fold: ``handover``, or ``contributions`` if each worker adds up its own weight gradients.
+        buffers: The stages whose forwards change buffers: ``buffers=0+2``.
+        receives: ``ahead`` or ``late``.
     """
 
     name: ClassVar[str] = "insert-crossing"
     fold: str = option("handover", Word("handover|contributions", "handover or contributions"))
+    buffers: tuple[int, ...] = option((), StageSet())
+    receives: str = option("ahead", Word("ahead|late", "ahead or late"))
+
+    @staticmethod
+    def for_contract(contract: Contract, buffers: Collection[int]) -> InsertCrossing:
+        """Return the pass for a transport, whose receives come as those of :meth:`.InsertComm.for_contract`."""
+        return InsertCrossing(buffers=tuple(sorted(buffers)), receives=InsertComm.for_contract(contract).receives)
 
     @property
     def uses_cost(self) -> bool:
@@ -46,14 +65,16 @@ class InsertCrossing(Pass):
 
     def apply(self, program: Program, cost: CostModel) -> Program:
         """Return the program with its crossing messages. ``cost`` is not used."""
+        if unknown := sorted(set(self.buffers).difference(range(program.stages))):
+            raise PassError(f"{self}: stage {unknown[0]} does not exist: expected 0..{program.stages - 1}")
         if program.routing.stays_at_home:
             return program
         if any(op.kind.is_crossing for order in program.orders for op in order):
             raise PassError(f"{self}: {program.name} has messages of foreign microbatches already: expected none")
-        sends = list(crossings(program, self.fold == "handover"))
+        sends = list(crossings(program, self.fold == "handover", self.buffers))
         if sends and not program.is_lowered and _implies_messages(program, self.fold == "handover"):
             raise PassError(f"{self}: {program.name} lacks the messages between its ranks: run insert-comm first")
-        return _with_messages(program, sends) if sends else program
+        return _with_messages(program, sends, LEAST_AHEAD if self.receives == "ahead" else 0) if sends else program
 
 
 class _Placed(NamedTuple):
@@ -73,7 +94,7 @@ def _implies_messages(program: Program, hands_over: bool) -> bool:
     )
 
 
-def _with_messages(program: Program, sends: Sequence[Op]) -> Program:
+def _with_messages(program: Program, sends: Sequence[Op], ahead: int) -> Program:
     places = {op: (rank, number) for rank, order in enumerate(program.orders) for number, op in enumerate(order)}
     channels = _channels(program, sends, places)
     sent_behind: defaultdict[tuple[int, int], list[Op]] = defaultdict(list)
@@ -82,10 +103,7 @@ def _with_messages(program: Program, sends: Sequence[Op]) -> Program:
     received_before: defaultdict[tuple[int, int], list[Op]] = defaultdict(list)
     moved: set[Op] = set()
     for (_, rank, _), messages in sorted(channels.items(), key=lambda item: (*item[0][:2], item[0][2].value)):
-        positions: list[int] = []
-        for message in reversed(messages):
-            positions.append(min(message.latest, positions[-1]) if positions else message.latest)
-        for position, message in zip(reversed(positions), messages, strict=True):
+        for position, message in zip(_positions(messages, ahead), messages, strict=True):
             received_before[rank, position].append(message.receive)
             moved.add(message.receive)
     orders: list[tuple[Op, ...]] = []
@@ -98,6 +116,14 @@ def _with_messages(program: Program, sends: Sequence[Op]) -> Program:
             made += sent_behind[rank, number]
         orders.append(tuple(made))
     return replace(program, orders=tuple(orders))
+
+
+def _positions(messages: Sequence[_Placed], ahead: int) -> list[int]:
+    """Return the position of each message's RECV, none behind that of a later message."""
+    needed = [message.latest for message in messages if message.receive.kind is Kind.RECV_BUFFERS]
+    early = iter([-1] * min(ahead, len(needed)) + needed)
+    latest = [next(early) if message.receive.kind is Kind.RECV_BUFFERS else message.latest for message in messages]
+    return list(accumulate(reversed(latest), min))[::-1]
 
 
 def _behind(send: Op, program: Program, places: Mapping[Op, tuple[int, int]]) -> int:
@@ -115,6 +141,8 @@ def _before(receive: Op, program: Program, places: Mapping[Op, tuple[int, int]])
     """Return the position of the op before which a RECV goes at the latest; -1 at the start, and else the end."""
     if receive.kind in (Kind.RECV_INPUT, Kind.RECV_TARGET):
         return -1
+    if receive.kind is Kind.RECV_BUFFERS and receive.microbatch < program.microbatches:
+        return places[Op(receive.stage, Kind.F, receive.microbatch, None, receive.replica)][1]
     reduce = Op(receive.stage, Kind.REDUCE, 0, None, receive.replica)
     return places[reduce][1] if reduce in places else len(program.orders[program.rank_of(receive)])
 

@@ -27,7 +27,7 @@ _PROGRAM: Final = (
 _PASSES: Final = (
     "passes joined by commas, each with its options in braces: split-backward, adapt-order{in_flight=N,effort=N,seed=N}, "
     "fuse-backward, insert-comm{receives=ahead|late,ahead=N,fold=handover|contributions}, "
-    "insert-crossing{fold=handover|contributions}, lower-comm{slow=A>B+B>A,lane=NAME}"
+    "insert-crossing{fold=handover|contributions,buffers=N+N,receives=ahead|late}, lower-comm{slow=A>B+B>A,lane=NAME}"
 )
 _COMPARED: Final = "gpipe, 1f1b, zb_h1, zb_h2, interleaved, zbv, paper (the published adaptive rule)"
 _SWEEP: Final = (

@@ -196,10 +196,10 @@ def _size(case: Case) -> str:
 
 
 def _lowered(program: Program, case: Case) -> Program:
-    from adaptra.passes import parse_pipeline
+    from adaptra.passes import InsertComm, InsertCrossing, PassPipeline
 
-    pipeline = parse_pipeline(f"insert-comm{{fold={case.fold}}}")
-    return pipeline.apply(program, case.cost, hands_over=case.hands_over, barrier=case.barrier)
+    pipeline = PassPipeline((InsertComm(fold=case.fold), InsertCrossing(fold=case.fold, buffers=tuple(sorted(case.changing)))))
+    return pipeline.apply(program, case.cost, hands_over=case.hands_over, barrier=case.barrier, changing=case.changing)
 
 
 def _longer(period: float, than: float) -> str:

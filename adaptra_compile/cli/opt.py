@@ -25,12 +25,16 @@ class _VerifierArguments(TypedDict, total=False):
 
 
 class _Input(NamedTuple):
-    """A program, and what the case says about it. Without a case there are no costs, and accumulators are handed over."""
+    """A program, and what the case says about it.
+
+    Without a case there are no costs, accumulators are handed over, and no stage changes buffers.
+    """
 
     source: ProgramSource
     cost: CostModel | None
     facts: _VerifierArguments
     fold: str = "handover"
+    buffers: tuple[int, ...] = ()
 
 
 def run_opt(options: Namespace) -> str:
@@ -40,11 +44,11 @@ def run_opt(options: Namespace) -> str:
         AdaptraError: Wrong input.
     """
     pipeline = _pipeline(options)
-    source, cost, facts, fold = _read(options)
+    source, cost, facts, fold, buffers = _read(options)
     source.verify(**facts)
     if pipeline is None:
         return as_json(_size(source.program)) if options.json else _verified(source)
-    _check_case(pipeline, source.program, cost, fold)
+    _check_case(pipeline, source.program, cost, fold, buffers)
     # Passes that use no costs get some, which decide nothing.
     program = pipeline.apply(source.program, cost or CostModel.uniform(source.program.stages, 1, 1, 1), **facts)
     if options.json:
@@ -73,16 +77,20 @@ def _read(options: Namespace) -> _Input:
     source = read_source(options.program)
     check_fit(source.program, case)
     facts: _VerifierArguments = {"hands_over": case.hands_over, "barrier": case.barrier, "changing": case.changing}
-    return _Input(source, case.cost, facts, case.fold)
+    return _Input(source, case.cost, facts, case.fold, tuple(sorted(case.changing)))
 
 
-def _check_case(pipeline: PassPipeline, program: Program, cost: CostModel | None, fold: str) -> None:
+def _check_case(pipeline: PassPipeline, program: Program, cost: CostModel | None, fold: str, buffers: tuple[int, ...]) -> None:
     """Refuse passes that need what the case does not say."""
     for step in pipeline.passes:
         if cost is None and step.uses_cost:
             raise PassError(f"{step}: the result depends on costs: expected --case CASE")
         if not program.is_one_pipeline and isinstance(step, (InsertComm, InsertCrossing)) and step.fold != fold:
             raise PassError(f"{step}: fold={fold} in the case, or without one: expected the same")
+        if not program.is_one_pipeline and isinstance(step, InsertCrossing) and tuple(sorted(set(step.buffers))) != buffers:
+            raise PassError(
+                f"{step}: changing={list(buffers)} in the case, or without one: expected the same stages as buffers="
+            )
 
 
 def _size(program: Program) -> dict[str, Any]:

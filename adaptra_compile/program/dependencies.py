@@ -12,7 +12,7 @@ between two workers only, since a worker runs each stage's W and F in microbatch
 
 Where a worker of another replica computes a microbatch, messages cross between it and the home of the replica's stage. They
 are no needs between compute ops: an F waits for the RECV of its inputs or targets, once a program has these messages. A REDUCE
-waits for the sum of its replica.
+waits for the sum of its replica. An F waits for the RECV of buffers that the F before it has changed on another worker.
 
 The search that inserts ops of lost workers, and lower bounds, are written for the kinds and rows that the table has today.
 """
@@ -86,6 +86,8 @@ RULE: Final[dict[Kind, tuple[Row, ...]]] = {
     Kind.RECV_RESULT: (Row(0, (Kind.SEND_RESULT,)),),
     Kind.SEND_SUM: (Row(0, WEIGHT_GRADIENT),),
     Kind.RECV_SUM: (Row(0, (Kind.SEND_SUM,)),),
+    Kind.SEND_BUFFERS: (Row(0, (Kind.F,), -1),),
+    Kind.RECV_BUFFERS: (Row(0, (Kind.SEND_BUFFERS,)),),
     Kind.REDUCE: (),
     Kind.STEP: (),
 }
@@ -101,8 +103,17 @@ SENT_BY: Final = {
     Kind.RECV_TARGET: Kind.SEND_TARGET,
     Kind.RECV_RESULT: Kind.SEND_RESULT,
     Kind.RECV_SUM: Kind.SEND_SUM,
+    Kind.RECV_BUFFERS: Kind.SEND_BUFFERS,
 }
 """The SEND at the other end of a RECV."""
+
+USED_BY: Final[dict[Kind, tuple[Kind, ...]]] = {
+    Kind.RECV_F: (Kind.F,),
+    Kind.RECV_B: INPUT_GRADIENT,
+    Kind.RECV_W: WEIGHT_GRADIENT,
+    **dict.fromkeys((Kind.RECV_INPUT, Kind.RECV_TARGET, Kind.RECV_BUFFERS), (Kind.F,)),
+}
+"""The kinds of the op of the same stage and microbatch that waits for a RECV. What comes home waits for the end of the step."""
 
 _OTHER_END: Final = {
     Kind.SEND_F: (Kind.RECV_F, +1, 0),
@@ -141,17 +152,29 @@ def channel_of(send: Op, program: Program) -> tuple[int, int, Way]:
     return program.rank_of(send), program.rank_of(other_end(send)), way_of(send.kind)
 
 
-def crossings(program: Program, hands_over: bool) -> Iterator[Op]:
+def crossings(program: Program, hands_over: bool, changing: Container[int]) -> Iterator[Op]:
     """Yield the SEND of each message between the home of a replica's stage and a worker of another one that computes for it.
+
+    Buffers also go between two such workers.
 
     Args:
         program: A program, with or without these messages.
         hands_over: As of :func:`needs`. If so, the accumulator comes home when another worker computes the last microbatch.
+        changing: As of :func:`needs`. Their buffers go from worker to worker with the microbatches, and then home.
     """
     last = program.stages - 1
-    for stage, kind in ((0, Kind.SEND_INPUT), (last, Kind.SEND_TARGET), (last, Kind.SEND_RESULT)):
-        for one in program.routing.away(stage):
-            yield Op(stage, kind, one.microbatch, None, one.replica)
+
+    def away(stage: int, kind: Kind) -> Iterator[Op]:
+        return (Op(stage, kind, one.microbatch, None, one.replica) for one in program.routing.away(stage))
+
+    yield from away(0, Kind.SEND_INPUT)
+    yield from away(last, Kind.SEND_TARGET)
+    for replica, row in enumerate(program.routing.workers):
+        for stage, home in enumerate(row):
+            if home is not None and stage in changing:
+                sends = (Op(stage, Kind.SEND_BUFFERS, number, None, replica) for number in range(program.microbatches + 1))
+                yield from (send for send in sends if program.rank_of(send) != program.rank_of(other_end(send)))
+    yield from away(last, Kind.SEND_RESULT)
     if not hands_over or program.is_forward_only:
         return
     for stage in range(program.stages):
@@ -171,20 +194,20 @@ def needs(op: Op, program: Program, lowered: bool, hands_over: bool = True, chan
         hands_over: Whether the accumulator of weight gradients is handed over between workers. If not, each worker adds up its
             own, and the order of W matters on each worker alone.
         changing: The stages whose forwards change buffers. There an F waits for that of the microbatch before, since its worker
-            hands the buffers over. These messages are no ops of a program.
+            hands the buffers over.
     """
-    found = [*_crossing_needs(op, program, hands_over)] if lowered and not program.routing.stays_at_home else []
+    found = [*_crossing_needs(op, program, hands_over, changing)] if lowered and not program.routing.stays_at_home else []
     paths = program.routing.path_of[op.replica]
-    here = paths[op.microbatch][op.stage]
+    is_compute = op.kind.is_compute
     for offset, kinds, later, when in RULE[op.kind]:
         stage, microbatch = op.stage + offset, op.microbatch + later
         if not 0 <= stage < program.stages or microbatch < 0:
             continue
-        crosses = paths[microbatch][stage] != here
+        crosses = is_compute and paths[microbatch][stage] != paths[op.microbatch][op.stage]
         if when is not When.ALWAYS and not (crosses and (hands_over if when is When.HANDED_OVER else stage in changing)):
             continue
         received = None
-        if crosses and lowered and op.kind.is_compute:
+        if crosses and lowered:
             received = Kind.RECV_W if when is When.HANDED_OVER else RECEIVED_BY.get(offset)
         if received is None:
             found.append(Need(stage, kinds, microbatch, op.replica))
@@ -193,12 +216,16 @@ def needs(op: Op, program: Program, lowered: bool, hands_over: bool = True, chan
     return tuple(found)
 
 
-def _crossing_needs(op: Op, program: Program, hands_over: bool) -> Iterator[Need]:
+def _crossing_needs(op: Op, program: Program, hands_over: bool, changing: Container[int]) -> Iterator[Need]:
     """Yield the RECV of each crossing message that an op waits for."""
     is_away = op.kind is Kind.F and program.home_of(op) not in (-1, program.rank_of(op))
     for stage, kind in ((0, Kind.RECV_INPUT), (program.stages - 1, Kind.RECV_TARGET)):
         if is_away and op.stage == stage:
             yield Need(stage, (kind,), op.microbatch, op.replica)
+    if op.kind is Kind.F and op.stage in changing and program.home_of(op) != -1:
+        receive = Op(op.stage, Kind.RECV_BUFFERS, op.microbatch, None, op.replica)
+        if program.rank_of(other_end(receive)) != program.rank_of(op):
+            yield Need(op.stage, (Kind.RECV_BUFFERS,), op.microbatch, op.replica)
     last = program.microbatches - 1
     if op.kind is Kind.REDUCE and hands_over and program.holder(op.replica, op.stage, last) != program.home_of(op):
         yield Need(op.stage, (Kind.RECV_SUM,), last, op.replica)

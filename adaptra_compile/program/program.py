@@ -64,6 +64,8 @@ class Kind(Enum):
     RECV_RESULT = "RECV_RESULT"
     SEND_SUM = "SEND_SUM"
     RECV_SUM = "RECV_SUM"
+    SEND_BUFFERS = "SEND_BUFFERS"
+    RECV_BUFFERS = "RECV_BUFFERS"
     REDUCE = "REDUCE"
     STEP = "STEP"
 
@@ -79,7 +81,7 @@ class Kind(Enum):
 
     @property
     def is_crossing(self) -> bool:
-        """Whether messages of this kind go between the home of a replica's stage and a worker that computes for it."""
+        """Whether messages of this kind go between the home of a replica's stage and workers that compute for it."""
         return self in CROSSING_KINDS
 
     @property
@@ -115,7 +117,8 @@ class Op:
     Attributes:
         stage: The stage.
         kind: The kind.
-        microbatch: The number of the microbatch in its replica; 0 for REDUCE and STEP, which have none.
+        microbatch: The number of the microbatch in its replica; 0 for REDUCE and STEP, which have none. Both ends of a message
+            with buffers have that of the F which needs them. Behind the last F that is the number of microbatches.
         lane: The path of a message. It is not part of the op's identity.
         replica: The replica of the microbatch, and for REDUCE and STEP that of the worker. 0 in a program of one pipeline.
     """
@@ -228,8 +231,14 @@ class Program:
         return self.routing.path_of[replica][microbatch][stage]
 
     def rank_of(self, op: Op) -> int:
-        """Return the rank that runs an op of a microbatch: the one that computes it, or the home if the op is its end."""
-        return self.home_of(op) if op.kind in _AT_HOME else self.holder(op.replica, op.stage, op.microbatch)
+        """Return the rank that runs an op of a microbatch: the one that computes it, or the home if the op is its end.
+
+        Buffers come from the worker of the microbatch before. Before the first one and behind the last one they are at home.
+        """
+        microbatch = op.microbatch - 1 if op.kind is Kind.SEND_BUFFERS else op.microbatch
+        if op.kind in _AT_HOME or not 0 <= microbatch < self.microbatches:
+            return self.home_of(op)
+        return self.holder(op.replica, op.stage, microbatch)
 
     def home_of(self, op: Op) -> int:
         """Return the worker that has the parameters of an op's stage in the replica of its microbatch; -1 if it is lost."""
@@ -316,7 +325,7 @@ _ROUTED_HEADER = re.compile(
 _LANE_SUFFIX = "(?:@([a-z][a-z0-9_.-]*))?"
 _OP = re.compile(rf"({NUMBER})(SEND_F|RECV_F|SEND_B|RECV_B|F|I|W|B)({NUMBER}){_LANE_SUFFIX}")
 _ROUTED_OP = re.compile(
-    rf"({NUMBER}):({NUMBER})((?:SEND|RECV)_(?:[FBW]|INPUT|TARGET|RESULT|SUM)|F|I|W|B)({NUMBER}){_LANE_SUFFIX}"
+    rf"({NUMBER}):({NUMBER})((?:SEND|RECV)_(?:[FBW]|INPUT|TARGET|RESULT|SUM|BUFFERS)|F|I|W|B)({NUMBER}){_LANE_SUFFIX}"
 )
 _UPDATE = re.compile(rf"({NUMBER})(REDUCE|STEP)")
 

@@ -99,7 +99,8 @@ def verify(
     - On each rank and stage, a replica's F ops are in microbatch order. So are its I and B ops, and its W and B ops.
     - If the program has communication ops, every message between ranks has one SEND and one RECV of the same lane. There are no
       other communication ops.
-    - If it has messages of microbatches that workers of other replicas compute, it has all of them, each with both ends.
+    - If it has messages of microbatches that workers of other replicas compute, it has all of them, each with both ends. Those
+      with buffers are the ones of ``changing``.
     - No op is a REDUCE or STEP, or each live worker has one of each per stage, behind the stage's last W.
     - No rank waits forever.
 
@@ -146,8 +147,9 @@ def _replica_exists(program: Program, rank: int, op: Op) -> str | None:
 
 
 def _microbatch_exists(program: Program, rank: int, op: Op) -> str | None:
-    if not 0 <= op.microbatch < program.microbatches:
-        return f"microbatch {op.microbatch} does not exist: expected 0..{program.microbatches - 1}"
+    last = program.microbatches - (op.kind not in _OF_BUFFERS)
+    if not 0 <= op.microbatch <= last:
+        return f"microbatch {op.microbatch} does not exist: expected 0..{last}"
     return None
 
 
@@ -162,7 +164,8 @@ def _stage_is_on_this_rank(program: Program, rank: int, op: Op) -> str | None:
         return f"the home of stage {op.stage} of replica {op.replica} is worker {holder}"
     if program.is_one_pipeline:
         return f"the placement puts stage {op.stage} on rank {holder}"
-    return f"the route of microbatch {op.microbatch} of replica {op.replica} passes stage {op.stage} on worker {holder}"
+    microbatch = op.microbatch - (op.kind is Kind.SEND_BUFFERS)
+    return f"the route of microbatch {microbatch} of replica {op.replica} passes stage {op.stage} on worker {holder}"
 
 
 def _lane_belongs_to_a_message(program: Program, rank: int, op: Op) -> str | None:
@@ -183,13 +186,14 @@ def _no_message_crosses(program: Program, rank: int, op: Op) -> str | None:
     end = other_end(op)
     if not 0 <= end.stage < program.stages:
         return f"there is no stage {end.stage} at the other end: stages are 0..{program.stages - 1}"
-    if not 0 <= end.microbatch < program.microbatches:
+    if not 0 <= end.microbatch < program.microbatches and op.kind not in _OF_BUFFERS:
         last = program.microbatches - 1
         return f"there is no microbatch {end.microbatch} at the other end: microbatches are 0..{last}"
     if program.rank_of(end) != rank:
         return None
     if op.kind.is_crossing:
-        return f"no message is needed: microbatch {op.microbatch} is computed at home, on worker {rank}"
+        at_home = f"microbatch {op.microbatch} is computed at home, on worker {rank}"
+        return f"no message is needed: {f'worker {rank} has the buffers' if op.kind in _OF_BUFFERS else at_home}"
     if end.stage != op.stage:
         return f"no message is needed: stages {op.stage} and {end.stage} are both on {program.rank_word} {rank}"
     return f"no message is needed: microbatches {op.microbatch} and {end.microbatch} are both on {program.rank_word} {rank}"
@@ -266,16 +270,24 @@ def _foreign_microbatches_have_their_messages(facts: Facts) -> None:
     if facts.program.routing.stays_at_home:
         return
     found = [op for op in facts.places if op.kind.is_crossing]
-    sends = crossings(facts.program, facts.hands_over) if found else ()
+    sends = crossings(facts.program, facts.hands_over, facts.changing) if found else ()
     needed = {end: send for send in sends for end in (send, other_end(send))}
     for end, send in needed.items():
         if end not in facts.places:
-            where = facts.program.holder(send.replica, send.stage, send.microbatch)
-            microbatch = f"microbatch {send.microbatch} of replica {send.replica}"
-            raise facts.missing(end, other_end(end), f"worker {where} computes {microbatch} on stage {send.stage}")
+            raise facts.missing(end, other_end(end), _why_it_crosses(send, facts.program))
     for op in found:
         if op not in needed:
             raise facts.error(f"{facts.text_of(op)}: no such message is needed on stage {op.stage}", facts.places[op])
+
+
+def _why_it_crosses(send: Op, program: Program) -> str:
+    of_replica = f"of replica {send.replica}"
+    if send.kind is Kind.SEND_BUFFERS:
+        source, destination = program.rank_of(send), program.rank_of(other_end(send))
+        until = f"for microbatch {send.microbatch}" if send.microbatch < program.microbatches else "at the end"
+        return f"buffers of stage {send.stage} {of_replica} go from worker {source} to {destination} {until}"
+    where = program.holder(send.replica, send.stage, send.microbatch)
+    return f"worker {where} computes microbatch {send.microbatch} {of_replica} on stage {send.stage}"
 
 
 def _sends_of(facts: Facts, producer: Op) -> Iterator[Op]:
@@ -391,6 +403,7 @@ def _arrivals(facts: Facts) -> Mapping[int, list[Op]]:
     return found
 
 
+_OF_BUFFERS: Final = frozenset({Kind.SEND_BUFFERS, Kind.RECV_BUFFERS})
 _LANE: Final = re.compile(r"[a-z][a-z0-9_.-]*")
 _FORWARD_ONLY: Final = ({Kind.F},)
 _TRAINING: Final = ({Kind.F, Kind.I, Kind.W}, {Kind.F, Kind.B})

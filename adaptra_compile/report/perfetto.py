@@ -22,7 +22,7 @@ from adaptra.checks import is_finite
 from adaptra.errors import ReportError, ScheduleError
 from adaptra.json_files import read_json
 from adaptra.program import Kind, Op, Program, parse_recorded_op
-from adaptra.program.dependencies import RULE
+from adaptra.program.dependencies import RULE, SENT_BY, USED_BY, other_end
 from adaptra.report.files import check_suffix, write_whole
 from adaptra.report.text import origin
 from adaptra.simulation.standing_out import slow_links_of
@@ -131,7 +131,7 @@ def _events(
         yield named(process, thread, "thread", label)
     # In the timeline's own order, which the reader keeps for messages posted at one time.
     for (thread, _), message in zip(threads, timeline.messages, strict=True):
-        name = program.text_of(Op(message.source, message.kind, message.microbatch, None, message.replica))
+        name = program.text_of(message.send)
         start, length = (message.posted - zero) * scale, (message.arrived - message.posted) * scale
         times = {"posted": message.posted, "departed": message.departed, "arrived": message.arrived}
         arguments = {"message": name, "destination": message.destination} | times
@@ -147,11 +147,12 @@ def _flow(
     ids: Iterator[int],
 ) -> Iterator[dict[str, Any]]:
     """Yield the arrow from producer through message to consumer. Its points are in the middle of slices, to be unambiguous."""
-    ((_, producers, *_),) = RULE[message.kind]
-    consumers = (Kind.F,) if message.kind is Kind.SEND_F else producers
+    send, receive = message.send, other_end(message.send)
+    made = [(row.kinds, send.microbatch + row.later) for row in RULE[send.kind]] or [((), 0)]  # a batch is made by no op
+    used = USED_BY.get(receive.kind, ()), receive.microbatch
     ends = [
-        next((middle[key] for kind in kinds if (key := (message.replica, stage, kind, message.microbatch)) in middle), None)
-        for stage, kinds in ((message.source, producers), (message.destination, consumers))
+        next((middle[key] for kind in kinds if (key := (message.replica, stage, kind, microbatch)) in middle), None)
+        for stage, (kinds, microbatch) in ((send.stage, made[0]), (receive.stage, used))
     ]
     number = next(ids)
     for phase, point in zip("stf", (ends[0], way, ends[1]), strict=True):
@@ -273,7 +274,7 @@ def _read_slices(program: Program, source: Source, unit: float | None, events: I
                 orders[rank].append(OpInterval(rank, op, *_times(token, arguments, "op")))
             case {"message": str(token), "destination": int(destination)} as arguments:
                 op = parse_recorded_op(token)
-                is_send = op.kind in (Kind.SEND_F, Kind.SEND_B) and _is_of(program, op)
+                is_send = op.kind in SENT_BY.values() and _is_of(program, op)
                 if not is_send or not 0 <= destination < program.stages:
                     raise ReportError(f"event {token} to {destination}: expected a SEND between stages 0..{program.stages - 1}")
                 posted, departed, arrived = _times(token, arguments, "message")
@@ -299,7 +300,8 @@ def _read_slices(program: Program, source: Source, unit: float | None, events: I
 
 def _is_of(program: Program, op: Op) -> bool:
     """Return whether a program has this op's replica, stage and microbatch."""
-    return op.replica < program.replicas and op.stage < program.stages and op.microbatch < program.microbatches
+    microbatches = program.microbatches + (op.kind is Kind.SEND_BUFFERS)  # behind the last one they go home
+    return op.replica < program.replicas and op.stage < program.stages and op.microbatch < microbatches
 
 
 def _times(token: str, arguments: Mapping[str, Any], what: str) -> tuple[float, ...]:

@@ -52,9 +52,11 @@ def _slow(timeline: Timeline, ends_of: Callable[[MessageInterval], tuple[int, in
 def _flights(
     timeline: Timeline, ends_of: Callable[[MessageInterval], tuple[int, int]]
 ) -> Mapping[tuple[int, int], Sequence[float]]:
+    """Return the flights of messages between stages. Those between workers of one stage are of other sizes."""
     found: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for message in timeline.messages:
-        found[ends_of(message)].append(message.arrived - message.departed)
+        if message.source != message.destination:
+            found[ends_of(message)].append(message.arrived - message.departed)
     return found
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from adaptra.program import Kind, Op, Program
+from adaptra.program.dependencies import other_end
 
 
 class Source(Enum):
@@ -31,9 +32,9 @@ class OpInterval:
 
 @dataclass(frozen=True, slots=True)
 class MessageInterval:
-    """One message between two stages: sent at ``posted``, on the edge from ``departed``, at its receiver at ``arrived``.
+    """One message between two ranks: sent at ``posted``, on the edge from ``departed``, at its receiver at ``arrived``.
 
-    ``kind`` is SEND_F or SEND_B and ``source`` the stage that sends. The queueing time of a measured message is not known. Its
+    ``kind`` is that of the SEND and ``source`` the stage that sends. The queueing time of a measured message is not known. Its
     ``departed`` is the time of sending, or that of the posted receive if sends wait for receivers. ``replica`` is that of the
     microbatch.
     """
@@ -46,6 +47,11 @@ class MessageInterval:
     departed: float
     arrived: float
     replica: int = 0
+
+    @property
+    def send(self) -> Op:
+        """The op that sends it."""
+        return Op(self.source, self.kind, self.microbatch, None, self.replica)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +76,7 @@ class Timeline:
         program: The program that ran.
         source: Whether the times are simulated or measured.
         ops: The compute ops of each rank in execution order.
-        messages: All messages between stages on different ranks, in order of ``posted``.
+        messages: All messages between ranks, in order of ``posted``. A simulation has those between stages alone.
         seconds_per_unit: The unit of the times in seconds, or None for the case's own unit.
         reduces: The sums over the replicas, one per measured rank; none without replicas or if simulated.
     """
@@ -84,11 +90,8 @@ class Timeline:
 
     def ends_of(self, message: MessageInterval) -> tuple[int, int]:
         """Return the ranks that send and receive a message."""
-        holder, microbatch = self.program.holder, message.microbatch
-        return (
-            holder(message.replica, message.source, microbatch),
-            holder(message.replica, message.destination, microbatch),
-        )
+        send = message.send
+        return self.program.rank_of(send), self.program.rank_of(other_end(send))
 
     @property
     def start(self) -> float:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
-from adaptra.program import Kind, Program
+from adaptra.program import Kind, Op, Program
+from adaptra.program.dependencies import USED_BY, other_end
 from adaptra.simulation.timeline import MessageInterval, OpInterval, Timeline
 
 SLOW_PACE: Final = 1.2
@@ -157,17 +158,17 @@ def _per_microbatch(order: Iterable[OpInterval]) -> float | None:
 
 def _waits(timeline: Timeline, order: Iterable[OpInterval], incoming: Iterable[MessageInterval]) -> Waits:
     """Return the time between ops in which the message of the later one had not arrived, by the worker that sent it."""
-    arriving: Mapping[tuple[Kind, int, int, int], MessageInterval] = {
-        (one.kind, one.destination, one.replica, one.microbatch): one for one in incoming
-    }
+    needed: defaultdict[Op, list[MessageInterval]] = defaultdict(list)
+    for message in incoming:
+        receive = other_end(message.send)
+        for kind in USED_BY.get(receive.kind, ()):
+            needed[replace(receive, kind=kind)].append(message)
     found: defaultdict[int, float] = defaultdict(float)
     free = 0.0
     for one in order:
-        op = one.op
-        kind = Kind.SEND_F if op.kind is Kind.F else Kind.SEND_B
-        message = None if op.kind is Kind.W else arriving.get((kind, op.stage, op.replica, op.microbatch))
-        if message is not None and (waited := min(message.arrived, one.start) - free) > 0:
-            found[timeline.ends_of(message)[0]] += waited
+        last = max(needed[one.op], key=lambda message: message.arrived, default=None)
+        if last is not None and (waited := min(last.arrived, one.start) - free) > 0:
+            found[timeline.ends_of(last)[0]] += waited
         free = one.end
     return _longest_first(found)
 

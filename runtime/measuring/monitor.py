@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 from adaptra.errors import ControlError, ScheduleError
 from adaptra.program import Kind, Op, Program, parse_recorded_op
+from adaptra.program.dependencies import SENT_BY
 from adaptra.program.placement import stages_of
 from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.measuring.measurement import (
@@ -30,6 +31,7 @@ from adaptra.runtime.measuring.stalls import StallTracker
 from adaptra.runtime.rdma.watch import RdmaEvent
 from adaptra.simulation.timeline import MessageInterval, OpInterval, ReduceInterval, Source, Timeline
 
+_SENDS: Final = frozenset(kind.value for kind in SENT_BY.values())
 _KEPT_LINKS: Final = 64
 
 _KEPT_TRACKERS: Final = 1024
@@ -45,7 +47,7 @@ class OpRecord(NamedTuple):
 
 
 class MessageRecord(NamedTuple):
-    """A message that arrived: ``kind`` is SEND_F or SEND_B, ``source`` and ``destination`` are stages, times are seconds.
+    """A message that arrived: ``kind`` is that of the SEND, ``source`` and ``destination`` are stages, times are seconds.
 
     The sender posted it at ``sent_at``, it was complete at ``arrived_at``, and an op used it at ``consumed_at``.
     ``departed_at`` is ``sent_at``, or the time of the receiver's request if the message may have waited for that.
@@ -148,8 +150,8 @@ def _read_op(fields: Fields) -> OpRecord:
 
 def _read_message(fields: Fields) -> MessageRecord:
     kind = fields.text("kind", at_most=16)
-    if kind not in (Kind.SEND_F.value, Kind.SEND_B.value):
-        raise ControlError(f"records of a step: message of kind {kind!r}: expected SEND_F or SEND_B")
+    if kind not in _SENDS:
+        raise ControlError(f"records of a step: message of kind {kind!r}: expected SEND_F, SEND_B or another SEND")
     whole = [fields.whole(name) for name in ("source", "destination", "microbatch", "nbytes")]
     instants = [fields.instant(name) for name in ("sent_at", "departed_at", "arrived_at", "consumed_at")]
     replica = fields.whole_or_none("replica")

@@ -115,6 +115,7 @@ PURPOSE_OF: Final = {
     Kind.SEND_TARGET: Purpose.TARGET,
     Kind.SEND_RESULT: Purpose.RESULT,
     Kind.SEND_SUM: Purpose.SUM,
+    Kind.SEND_BUFFERS: Purpose.BUFFERS,
 }
 """The purpose of the message that an op sends."""
 
@@ -122,7 +123,7 @@ _SENT_BY: Final = {purpose: kind for kind, purpose in PURPOSE_OF.items()}
 _OF_EACH_MICROBATCH: Final = frozenset(
     (
         *(Purpose.OUTPUT, Purpose.INPUT_GRADIENT, Purpose.SHARED_GRADIENT),
-        *(Purpose.BUFFERS, Purpose.RANK_GRADIENTS),
+        Purpose.RANK_GRADIENTS,
     )
 )
 
@@ -164,8 +165,7 @@ class Identity:
         travel the other way, so they never queue with these.
         """
         match self.purpose:
-            case Purpose.GRADIENT | Purpose.INPUT_GRADIENT | Purpose.BUFFERS:
-                # Workers of one stage exchange no gradients of activations, so buffers have this class for themselves.
+            case Purpose.GRADIENT | Purpose.INPUT_GRADIENT:
                 return ChannelClass.BACKWARD
             case Purpose.ACTIVATION | Purpose.OUTPUT | Purpose.LOSS:
                 return ChannelClass.FORWARD
@@ -175,7 +175,7 @@ class Identity:
                 return ChannelClass.BACKWARD if self.source < self.destination else ChannelClass.FORWARD
             case Purpose.INPUT | Purpose.TARGET | Purpose.RESULT | Purpose.ACCUMULATOR | Purpose.SUM | Purpose.TERM:
                 return ChannelClass.BULK
-            case Purpose.RANK_GRADIENTS | Purpose.RANK_SUMS | Purpose.RATE_PROBE:
+            case Purpose.BUFFERS | Purpose.RANK_GRADIENTS | Purpose.RANK_SUMS | Purpose.RATE_PROBE:
                 # Between ranks with several stages, activations go both ways.
                 return ChannelClass.BULK
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,15 @@ def test_a_lowered_plan_has_the_same_orders_and_times(folder: Path, capsys: pyte
     assert [lowered[name] for name in ("period", "makespan", "held")] == [
         plain[name] for name in ("period", "makespan", "held")
     ]
+
+
+def test_a_lowered_plan_has_what_crosses_replicas(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also the buffers of the stages that the case names."""
+    slow = {key: value for key, value in JOB.items() if key != "lost"} | {"slow": {"1.2": 2}}
+    Path("job.json").write_text(json.dumps(slow | {"changing": [0, 2]}))
+    text = printed(capsys, "plan", "job.json", "--lower")
+    verify(Program.parse(text), changing={0, 2})
+    assert set(re.findall(r":([0-9])SEND_BUFFERS", text)) == {"2"}, "only stage 2 is computed elsewhere"
 
 
 def test_workers_with_several_stages_are_planned_alike_from_both_kinds_of_cases(

@@ -303,3 +303,119 @@ def test_inputs_and_accumulators_share_a_channel() -> None:
     assert refusal(late).startswith(
         "x: channel 2→0 bulk, message 0: sent is 1:0SEND_W0, op 4 of worker 2, but received is 1:0RECV_INPUT1, op 0 of worker 0"
     )
+
+
+BUFFERS: tuple[str, ...] = (
+    "1:0RECV_INPUT1 1:0RECV_TARGET1 0:0F0 0:0B0 0:0F1 0:0B1 0:0F2 0:0B2 1:0RECV_BUFFERS1 1:0F1 1:0SEND_BUFFERS2 "
+    "1:0SEND_RESULT1 1:0RECV_W1 1:0B1 1:0SEND_W1",
+    "1:0SEND_INPUT1 1:0SEND_TARGET1 2:0RECV_INPUT0 2:0RECV_INPUT1 2:0RECV_INPUT2 2:0RECV_TARGET0 2:0RECV_TARGET1 "
+    "2:0RECV_TARGET2 2:0RECV_BUFFERS0 2:0F0 2:0SEND_RESULT0 2:0B0 2:0F1 2:0SEND_RESULT1 2:0B1 2:0F2 2:0SEND_BUFFERS3 "
+    "2:0SEND_RESULT2 2:0B2 2:0SEND_SUM2 1:0F0 1:0SEND_BUFFERS1 1:0B0 1:0SEND_W0 1:0RECV_BUFFERS2 1:0F2 1:0RECV_RESULT1 "
+    "1:0RECV_W2 1:0B2",
+    "2:0SEND_INPUT0 2:0SEND_INPUT1 2:0SEND_INPUT2 2:0SEND_TARGET0 2:0SEND_TARGET1 2:0SEND_TARGET2 2:0SEND_BUFFERS0 "
+    "2:0RECV_RESULT0 2:0RECV_RESULT1 2:0RECV_BUFFERS3 2:0RECV_RESULT2 2:0RECV_SUM2",
+)
+"""Worker 0 computes microbatch 1 of replica 1, and worker 1 all of replica 2."""
+
+
+def buffers(*changes: tuple[int, str, str]) -> Program:
+    """The program with changes of a worker's order."""
+    orders = list(BUFFERS)
+    for worker, old, new in changes:
+        assert orders[worker].count(old) == 1
+        orders[worker] = orders[worker].replace(old, new)
+    head = "schedule x version=2 stages=1 microbatches=3\nworkers 0 1 2\nroute 0 0-2 by 0\n"
+    head += "route 1 0 by 1\nroute 1 1 by 0\nroute 1 2 by 1\nroute 2 0-2 by 1\n"
+    return Program.parse(head + "".join(f"{worker}: {order}\n" for worker, order in enumerate(orders)))
+
+
+def test_buffers_go_from_worker_to_worker_where_forwards_change_them_and_nowhere_else() -> None:
+    whole = buffers()
+    verify(whole, changing={0})
+    assert refusal(whole) == "x: 1:0RECV_BUFFERS1, op 8 of worker 0: no such message is needed on stage 0"
+    without = whole.only(frozenset(Kind) - {Kind.SEND_BUFFERS, Kind.RECV_BUFFERS})
+    verify(without)
+    assert refusal(without, changing={0}) == (
+        "x: 1:0SEND_BUFFERS1 is missing on worker 1: buffers of stage 0 of replica 1 go from worker 1 to 0 for "
+        "microbatch 1; 1:0RECV_BUFFERS1 is missing too"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            [(1, "1:0SEND_BUFFERS1 ", "")],
+            "x: 1:0SEND_BUFFERS1 is missing on worker 1: buffers of stage 0 of replica 1 go from worker 1 to 0 for "
+            "microbatch 1; 1:0RECV_BUFFERS1 is op 8 of worker 0",
+        ),
+        (
+            [(2, "2:0RECV_BUFFERS3 ", "")],
+            "x: 2:0RECV_BUFFERS3 is missing on worker 2: buffers of stage 0 of replica 2 go from worker 1 to 2 at the "
+            "end; 2:0SEND_BUFFERS3 is op 16 of worker 1",
+        ),
+        (
+            [(0, "1:0SEND_BUFFERS2", "1:0SEND_BUFFERS2 1:0SEND_BUFFERS2")],
+            "x: 1:0SEND_BUFFERS2 stands twice: op 10 of worker 0 and op 11 of worker 0",
+        ),
+        (
+            [(0, "1:0F1 1:0SEND_BUFFERS2", "1:0F1 1:0SEND_BUFFERS1")],
+            "x: 1:0SEND_BUFFERS1, op 10 of worker 0: the home of stage 0 of replica 1 is worker 1",
+        ),
+        (
+            [(0, "1:0RECV_BUFFERS1", "1:0RECV_BUFFERS2")],
+            "x: 1:0RECV_BUFFERS2, op 8 of worker 0: the home of stage 0 of replica 1 is worker 1",
+        ),
+        (
+            [(1, "2:0SEND_BUFFERS3", "2:0SEND_BUFFERS0")],
+            "x: 2:0SEND_BUFFERS0, op 16 of worker 1: the home of stage 0 of replica 2 is worker 2",
+        ),
+        (
+            [(1, "2:0SEND_BUFFERS3", "2:0SEND_BUFFERS2")],
+            "x: 2:0SEND_BUFFERS2, op 16 of worker 1: no message is needed: worker 1 has the buffers",
+        ),
+        (
+            [(1, "2:0SEND_BUFFERS3", "2:0SEND_BUFFERS4")],
+            "x: 2:0SEND_BUFFERS4, op 16 of worker 1: microbatch 4 does not exist: expected 0..3",
+        ),
+    ],
+)
+def test_buffers_that_are_missing_doubled_or_misplaced_are_refused(changes: list[tuple[int, str, str]], message: str) -> None:
+    assert refusal(buffers(*changes), changing={0}) == message
+
+
+def test_buffers_that_are_received_in_another_order_than_sent_are_refused() -> None:
+    """Worker 1 sends its own replica's to worker 0 behind the results of microbatch 0 of the other one, say."""
+    late = buffers((2, "2:0RECV_BUFFERS3 2:0RECV_RESULT2", "2:0RECV_RESULT2 2:0RECV_BUFFERS3"))
+    verify(late, ordered_channels=False, changing={0})
+    assert refusal(late, changing={0}).startswith(
+        "x: channel 1→2 bulk, message 2: sent is 2:0SEND_BUFFERS3, op 16 of worker 1, but received is 2:0RECV_RESULT2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "waits"),
+    [
+        (
+            (0, "1:0RECV_BUFFERS1 1:0F1", "1:0F1 1:0RECV_BUFFERS1"),
+            "  worker 0: 1:0F1, op 8, waits for 1:0RECV_BUFFERS1, op 9 of worker 0, behind it",
+        ),
+        (
+            (1, "1:0F0 1:0SEND_BUFFERS1", "1:0SEND_BUFFERS1 1:0F0"),
+            "  worker 1: 1:0SEND_BUFFERS1, op 20, waits for 1:0F0, op 21 of worker 1, behind it",
+        ),
+        (
+            (
+                1,
+                "1:0SEND_BUFFERS1 1:0B0 1:0SEND_W0 1:0RECV_BUFFERS2 1:0F2",
+                "1:0B0 1:0SEND_W0 1:0RECV_BUFFERS2 1:0F2 1:0SEND_BUFFERS1",
+            ),
+            "  worker 1: 1:0F2, op 24, waits for 1:0SEND_BUFFERS2, op 10 of worker 0",
+        ),
+    ],
+)
+def test_buffers_that_move_too_early_or_too_late_are_a_deadlock(change: tuple[int, str, str], waits: str) -> None:
+    """Those of another forward than the one before never reach a worker."""
+    text = refusal(buffers(change), ordered_channels=False, changing={0})
+    assert text.startswith("x: deadlock: ")
+    assert waits in text

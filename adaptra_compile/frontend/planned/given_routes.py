@@ -59,16 +59,15 @@ def changed_buffers(compiled: CompiledStages) -> dict[int, str]:
 def kept_at_home(compiled: CompiledStages, placement: Sequence[int]) -> dict[int, str]:
     """Return the stages whose microbatches only their own replica's worker may compute, each with the reason.
 
-    Buffers and gradients of shared weights take channels for which ranks with several stages have other uses.
+    Gradients of shared weights take channels for which ranks with several stages have other uses.
     """
     found = {stage: f"shares {one.name} with another stage" for one in compiled.tied for stage in one.stages}
-    found |= {stage: f"changes the buffer {name}" for stage, name in changed_buffers(compiled).items()}
     several = {stage for stage, rank in enumerate(placement) if placement.count(rank) > 1}
     return {stage: f"{found[stage]}, and its rank has several stages" for stage in sorted(several.intersection(found))}
 
 
 def _check_routed_stages(what: str, program: Program, routing: Routing, compiled: CompiledStages) -> None:
-    """Refuse routes that leave a replica where its tied weights or changing buffers can't follow."""
+    """Refuse routes that where its tied weights can't follow, or whose order its buffers don't allow."""
     changed, kept = changed_buffers(compiled), kept_at_home(compiled, routing.placement)
     handed_over: set[int] = set()
     for replica, row in enumerate(routing.workers):

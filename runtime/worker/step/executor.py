@@ -8,7 +8,6 @@ message only (rule 2).
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +23,6 @@ from adaptra.runtime.devices.device_clock import Mark
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.transports.base import Transport
-from adaptra.runtime.worker.stages.buffer_hand_over import BufferHandOver
 from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
 from adaptra.runtime.worker.step.program_messages import BatchShapes, MessageShapes, ProgramMessages
 
@@ -89,8 +87,7 @@ class Executor:
         self._stages = cast("Mapping[tuple[int, int], Stage]", stages)
         self._home = program.routing.replica_of(rank)
         self._messages = ProgramMessages(program, rank, shapes, batch, transport, monitor, timeout, shape)
-        self._at_end = [op for op in self._order if op.kind in (Kind.RECV_RESULT, Kind.RECV_SUM)]
-        self._buffers = BufferHandOver(program, rank, [one.buffers for one in shapes], transport, timeout)
+        self._at_end = [op for op in self._order if self._comes_home(op)]
         self._pacing = pacing
         self._monitor = monitor
         self._mark = mark
@@ -100,7 +97,7 @@ class Executor:
     @property
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
         """The number of receive buffers that the program needs at a time, per source rank and message."""
-        return Counter(self._messages.receive_counts) + self._buffers.receive_counts
+        return self._messages.receive_counts
 
     @property
     def heard(self) -> frozenset[int]:
@@ -141,7 +138,6 @@ class Executor:
         others = set(range(self.program.replicas)) - {self._home}
         now = _Step(step, inputs, targets, on_message, on_results, asks, on_asked, others)
         self._messages.begin_step(step)
-        self._buffers.begin_step(step, self._stages)
         self._monitor.ready(self._mark())
         for op in self._order:
             try:
@@ -151,7 +147,6 @@ class Executor:
                 raise
         for receive in self._at_end:
             self._messages.use_at_end(receive, partial(self._end, now, receive))
-        self._buffers.end_step(self._stages)
         return now.results
 
     def _execute(self, op: Op, now: _Step) -> None:
@@ -177,7 +172,7 @@ class Executor:
                 with named(op):
                     self._weight_grad(op, now.number, started[0])
                 self._finish(op, now.number, started)
-            case Kind.SEND_F | Kind.SEND_B | Kind.SEND_W | Kind.SEND_RESULT | Kind.SEND_SUM:
+            case Kind.SEND_F | Kind.SEND_B | Kind.SEND_W | Kind.SEND_RESULT | Kind.SEND_SUM | Kind.SEND_BUFFERS:
                 with named(op):
                     self._messages.send(op, self._sent(op))
             case Kind.SEND_INPUT:
@@ -189,9 +184,9 @@ class Executor:
                     device = given[0].device if given else None  # kernels pack what lies together
                     asks = torch.full((1,), now.asks, dtype=torch.uint8, device=device)
                     self._messages.send(op, (*given, asks))
-            case (
-                Kind.RECV_F | Kind.RECV_B | Kind.RECV_W | Kind.RECV_INPUT | Kind.RECV_TARGET | Kind.RECV_RESULT | Kind.RECV_SUM
-            ):
+            case Kind.RECV_F | Kind.RECV_B | Kind.RECV_W | Kind.RECV_INPUT | Kind.RECV_TARGET:
+                self._messages.post(op)
+            case Kind.RECV_RESULT | Kind.RECV_SUM | Kind.RECV_BUFFERS:
                 self._messages.post(op)
             case Kind.REDUCE | Kind.STEP:
                 pass  # the worker adds up gradients when its order has ended, and the user's optimizer makes the update
@@ -199,12 +194,13 @@ class Executor:
     def _forward(self, op: Op, now: _Step) -> None:
         given = self._inputs_of(op, now) if op.stage == 0 else self._take(op, -1, now)
         wanted = self._targets_of(op, now) if op.stage == self._last else ()
-        self._buffers.before_forward(op, self._stages)
+        buffers = self._messages.take_if_sent(Kind.RECV_BUFFERS, op)
+        if buffers is not None:
+            self._stages[op.replica, op.stage].take_over_buffers(buffers)
         started = time.monotonic(), self._mark()
         with named(op):
             outputs = self._stages[op.replica, op.stage].forward(now.number, op.microbatch, given, wanted)
         self._finish(op, now.number, started)
-        self._buffers.after_forward(op, self._stages)
         if op.stage == self._last and op.replica == self._home:
             self._found(now, op.microbatch, outputs)
         else:
@@ -214,12 +210,21 @@ class Executor:
         """Return what a send carries away."""
         if op.kind in (Kind.SEND_W, Kind.SEND_SUM):
             return self._stages[op.replica, op.stage].hand_over()
+        if op.kind is Kind.SEND_BUFFERS:
+            return self._stages[op.replica, op.stage].hand_over_buffers()
         return self._values.pop(_made_by(Kind.I if op.kind is Kind.SEND_B else Kind.F, op, op.stage))
+
+    def _comes_home(self, op: Op) -> bool:
+        """Return whether an op receives what no F, I or W of this rank needs."""
+        is_behind = op.kind is Kind.RECV_BUFFERS and op.microbatch == self.program.microbatches
+        return is_behind or op.kind in (Kind.RECV_RESULT, Kind.RECV_SUM)
 
     def _end(self, now: _Step, receive: Op, tensors: tuple[Tensor, ...]) -> None:
         """Take what a worker of another replica has computed for this rank."""
         if receive.kind is Kind.RECV_SUM:
             self._stages[receive.replica, receive.stage].take_over(tensors)
+        elif receive.kind is Kind.RECV_BUFFERS:
+            self._stages[receive.replica, receive.stage].take_over_buffers(tensors)
         else:
             self._found(now, receive.microbatch, tuple(one.clone() for one in tensors))
 

@@ -138,24 +138,9 @@ class ProgramMessages:
             TransportError: It could not be exchanged, or not within the timeout.
         """
         receive = Op(op.stage, RECEIVED_BY[offset], op.microbatch, None, op.replica)
-        pending = self._receives.pop(receive)
         asked = time.monotonic()
-        tensors = pending.wait(self._timeout)
-        now = time.monotonic()
-        is_at_home = self._is_at_home(receive)
-        self._monitor.message(
-            SENT_BY[receive.kind],
-            op.stage + offset,
-            op.stage,
-            op.microbatch,
-            sum(spec.travelling_bytes for spec in pending.identity.specs),
-            pending.sent_at,
-            pending.departed_at,
-            pending.arrived_at,
-            now,
-            None if is_at_home else op.replica,
-        )
-        if is_at_home:  # other links are not measured as edges of the replica
+        pending, tensors, now = self._arrived(receive)
+        if self._is_at_home(receive):  # other links are not measured as edges of the replica
             self._monitor.wait(op, now - asked)
             if on_message is not None:
                 on_message(op.stage + offset)
@@ -163,6 +148,25 @@ class ProgramMessages:
         if (ahead := self._preposted_after.get(receive)) is not None:
             self._transport.stand_by(self._program.rank_of(other_end(receive)), pending.identity, ahead)
         return tensors
+
+    def _arrived(self, receive: Op) -> tuple[Pending, tuple[Tensor, ...], float]:
+        """Wait for a message and record it. Return it, its tensors and the time."""
+        pending, sent = self._receives.pop(receive), other_end(receive)
+        tensors = pending.wait(self._timeout)
+        now = time.monotonic()
+        self._monitor.message(
+            sent.kind,
+            sent.stage,
+            receive.stage,
+            sent.microbatch,
+            sum(spec.travelling_bytes for spec in pending.identity.specs),
+            pending.sent_at,
+            pending.departed_at,
+            pending.arrived_at,
+            now,
+            None if self._is_at_home(receive) else sent.replica,
+        )
+        return pending, tensors, now
 
     def _is_at_home(self, receive: Op) -> bool:
         """Return whether a message goes between two workers of its microbatch's replica, as all do in one pipeline."""
@@ -177,10 +181,10 @@ class ProgramMessages:
         Raises:
             TransportError: It could not be exchanged, or not within the timeout.
         """
-        pending = self._receives.pop(Op(op.stage, kind, op.microbatch, None, op.replica), None)
-        if pending is None:
+        receive = Op(op.stage, kind, op.microbatch, None, op.replica)
+        if receive not in self._receives:
             return None
-        tensors = pending.wait(self._timeout)
+        pending, tensors, _ = self._arrived(receive)
         self._keep(op, pending)
         return tensors
 
@@ -190,8 +194,8 @@ class ProgramMessages:
         Raises:
             TransportError: It could not be exchanged, or not within the timeout.
         """
-        pending = self._receives.pop(receive)
-        use(pending.wait(self._timeout))
+        pending, tensors, _ = self._arrived(receive)
+        use(tensors)
         self._transport.release(pending)
 
     def _keep(self, op: Op, pending: Pending) -> None:
@@ -289,15 +293,15 @@ class ProgramMessages:
     def _spec(self, sent: Op) -> MessageSpec:
         shapes = self._shapes[sent.stage]
         match sent.kind:
-            case Kind.SEND_F:
-                return shapes.of(sent.microbatch)[0]
-            case Kind.SEND_B:
-                return shapes.of(sent.microbatch)[1]
+            case Kind.SEND_F | Kind.SEND_B:
+                return shapes.of(sent.microbatch)[sent.kind is Kind.SEND_B]
             case Kind.SEND_INPUT:
                 return self._batch.inputs
             case Kind.SEND_TARGET:
                 return (*self._batch.targets, _ASKED)
             case Kind.SEND_RESULT:
                 return self._batch.results
+            case Kind.SEND_BUFFERS:
+                return shapes.buffers
             case _:
                 return shapes.weights

@@ -31,6 +31,7 @@ from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
 from adaptra.runtime.worker.step.executor import Executor
 from adaptra.runtime.worker.step.program_messages import BatchShapes, MessageShapes
 from adaptra.runtime.worker.step.shapes import FIRST, RankShape, StepShape
+from adaptra.runtime.worker.step.stage_factory import changing_in
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.period import simulate_alike
 from adaptra.simulation.simulate import simulate
@@ -103,7 +104,7 @@ class RankPrograms:
         always: Mapping[tuple[int, MessageSpec], int],
     ) -> None:
         self.plan = self._initial = initial
-        self._with_loss = compiled.with_loss
+        self._compiled = compiled
         self._shapes = {FIRST: first}
         self._stages_of = stages_of
         self._beside = beside
@@ -121,7 +122,7 @@ class RankPrograms:
         self._running: _Runnable | None = None
         self.reserve({})  # after a change of roles, gradients may be read before the first step
         made = self._made_for(initial, FIRST)
-        verify(made.executor.program)
+        verify(made.executor.program, changing=self._changing)
         self._prepared = {(initial.version, FIRST): made}
 
     def prepare(self, plan: Plan) -> None:
@@ -147,7 +148,7 @@ class RankPrograms:
         if not shape.shape.trains:
             return
         made = self._made_for(self.plan, number)
-        verify(made.executor.program)
+        verify(made.executor.program, changing=self._changing)
         self._prepared[self.plan.version, number] = made
 
     def drop_shape(self, number: int) -> None:
@@ -289,6 +290,11 @@ class RankPrograms:
         except PlanError:
             return plan_least_memory(replace(case, cost=replace(case.cost, memory_limit=None)))
 
+    @property
+    def _changing(self) -> frozenset[int]:
+        """The stages whose forwards change buffers."""
+        return frozenset(one.index for one in self._compiled.train if changing_in(self._compiled, one.index))
+
     def _made_for(self, plan: Plan, number: int) -> _Runnable:
         of = self._shapes[FIRST if number == _HOME else number]
         program = self._at_home if number == _HOME else of.shape.program_for(plan)
@@ -313,10 +319,11 @@ class RankPrograms:
 
         Without a loss there is no measurement and no new plan, so receives are posted early enough for any delay.
         """
-        ahead = None if self._with_loss else program.microbatches
+        ahead = None if self._compiled.with_loss else program.microbatches
         lowered = InsertComm.for_contract(self._transport.contract, ahead).apply(program, plan.case.cost)
         slow = plan.delegated if lowered.is_one_pipeline else _links_over(lowered, plan.delegated)
-        return InsertCrossing().apply(LowerComm(slow=slow).apply(lowered, plan.case.cost), plan.case.cost)
+        crossing = InsertCrossing.for_contract(self._transport.contract, self._changing)
+        return crossing.apply(LowerComm(slow=slow).apply(lowered, plan.case.cost), plan.case.cost)
 
 
 def _links_over(lowered: Program, edges: Edges) -> Edges:

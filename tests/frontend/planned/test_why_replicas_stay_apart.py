@@ -50,6 +50,7 @@ def test_a_job_that_does_not_share_says_why(given: dict[str, Any], why: str) -> 
         ("skip_mlp", (0, 1), {"delegate": True}, set(), set()),
         ("skip_mlp", (0, 1), {"lossy_bf16": True}, set(), set()),
         ("resnet", (0, 1), {}, {0, 1}, set()),
+        ("resnet", V, {}, {0, 1, 2, 3}, set()),
         ("gpt_tied", (0, 1), {}, set(), set()),
         ("gpt_tied", V, {}, set(), {0, 3}),
     ],

@@ -144,7 +144,7 @@ def test_a_measurement_that_is_not_one_is_refused(change: dict[str, object], mes
     ("change", "message"),
     [
         ({"ops": [{"op": "1X0", "start": 0, "end": 1}]}, "records of a step: op '1X0': expected STAGE KIND"),
-        ({"messages": [{"kind": "F"}]}, "records of a step: message of kind 'F': expected SEND_F or SEND_B"),
+        ({"messages": [{"kind": "F"}]}, "records of a step: message of kind 'F': expected SEND_F, SEND_B or another SEND"),
         ({"start": float("inf")}, "records of a step: field 'start': expected a finite number, got inf"),
     ],
 )

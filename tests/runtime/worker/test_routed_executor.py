@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import functools
+import json
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jobs import random_case, random_job_program
 from pair_of_stages import SHAPES, SOON, WITH_BUFFERS, Doubling, routed_executor
+from paths import GOLDEN
 from torch import Tensor
 
 from adaptra.errors import ScheduleError
 from adaptra.passes import InsertComm, InsertCrossing
-from adaptra.program import Program
+from adaptra.program import Kind, Program
+from adaptra.program.dependencies import SENT_BY, other_end
 from adaptra.program.verify import verify
+from adaptra.report.perfetto import load, write
 from adaptra.runtime.measuring.measurement import ReduceTimes
-from adaptra.runtime.measuring.monitor import Monitor
+from adaptra.runtime.measuring.monitor import Monitor, merge_timelines
 from adaptra.runtime.transports.local import LocalHub
 from adaptra.runtime.worker.step.program_messages import MessageShapes
 from adaptra.simulation.cost import CostModel
 
+RECEIVES = ("ahead", "late")
 LATE = 0.5
 """Seconds."""
 
@@ -33,20 +40,19 @@ Outcome = tuple[dict[tuple[int, int], float], dict[tuple[int, int], float], dict
 
 
 def job_program(seed: int) -> Program:
-    """A random program of a healthy job, of two replicas at least, with its messages."""
+    """A random program of a healthy job, of two replicas at least."""
     case = random_case(seed, shapes=True)
     case = replace(case, replicas=max(2, case.replicas), lost=frozenset(), slow={}, hands_over=True)
-    program = random_job_program(case, seed)
-    receives = "late" if seed % 2 else "ahead"
-    program = with_messages(program, receives)
-    verify(program)
-    return program
+    return random_job_program(case, seed)
 
 
-def with_messages(program: Program, receives: str) -> Program:
+def with_messages(program: Program, receives: str, changing: Sequence[int] = ()) -> Program:
     """The program with all its messages."""
     cost = CostModel.uniform(program.stages, 1.0, 1.0, 1.0)
-    return InsertCrossing().apply(InsertComm(receives).apply(program, cost), cost)
+    crossing = InsertCrossing(buffers=tuple(changing), receives=receives)
+    program = crossing.apply(InsertComm(receives).apply(program, cost), cost)
+    verify(program, changing=changing)
+    return program
 
 
 def numbers(program: Program, salt: int) -> dict[int, list[tuple[Tensor]]]:
@@ -58,7 +64,7 @@ def numbers(program: Program, salt: int) -> dict[int, list[tuple[Tensor]]]:
     }
 
 
-def run(program: Program, shapes: MessageShapes) -> Outcome:
+def run(program: Program, shapes: MessageShapes, monitors: Sequence[Monitor | None] | None = None) -> Outcome:
     """Run one step of all workers on threads. Gradients and buffers are read at home."""
     routing = program.routing
     hub = LocalHub(program.ranks)
@@ -72,8 +78,8 @@ def run(program: Program, shapes: MessageShapes) -> Outcome:
         for worker in range(program.ranks)
     ]
     executors = [
-        routed_executor(program, worker, hub.transport(worker), stages[worker], shapes=shapes)
-        for worker in range(program.ranks)
+        routed_executor(program, worker, hub.transport(worker), stages[worker], shapes=shapes, monitor=monitor)
+        for worker, monitor in enumerate(monitors or [None] * program.ranks)
     ]
     homes = [routing.replica_of(worker) for worker in range(program.ranks)]
     losses: dict[tuple[int, int], float] = {}
@@ -121,7 +127,7 @@ def computed_alone(program: Program) -> Outcome:
 @given(st.integers(0, 10_000))
 def test_any_valid_program_of_a_job_is_executed_with_the_same_bits(seed: int) -> None:
     """Also where other replicas' workers have the first stage, the last stage, or a part of the sums."""
-    program = job_program(seed)
+    program = with_messages(job_program(seed), RECEIVES[seed % 2])
     assert run(program, SHAPES)[:2] == computed_alone(program)[:2]
 
 
@@ -135,7 +141,34 @@ def test_buffers_change_in_the_order_of_their_replica_wherever_its_microbatches_
     except ScheduleError as error:
         assume("deadlock" not in str(error))
         raise
+    program = with_messages(program, RECEIVES[seed % 2], range(program.stages))
     assert run(program, WITH_BUFFERS) == computed_alone(program)
+
+
+def test_all_messages_of_a_v_with_a_detour_are_drawn(tmp_path: Path) -> None:
+    """Buffers and gradients go the same way between two workers. Nothing else crosses but sums, which come home."""
+    text = (GOLDEN / "passes/insert_crossing/buffers_on_a_v.test").read_text()
+    program = Program.parse(text[text.rindex("schedule v") :])
+    monitors = [Monitor(worker, program.placement) for worker in range(program.ranks)]
+    started = time.monotonic()
+    _, gradients, buffers = run(program, WITH_BUFFERS, monitors)
+    _, expected, changed = computed_alone(program)
+    assert gradients == expected
+    assert {stage: buffers[1, stage] for stage in (1, 2)} == {stage: changed[1, stage] for stage in (1, 2)}
+    for monitor in monitors:
+        monitor.end_step(0, started, time.monotonic())
+    timeline = merge_timelines(program, [monitor.records(0) for monitor in monitors])
+    sends = [op for order in program.orders for op in order if op.kind in SENT_BY.values()]
+    ends = {(send, program.rank_of(send), program.rank_of(other_end(send))) for send in sends}
+    assert {(one.send, *timeline.ends_of(one)) for one in timeline.messages} == ends
+    assert len(timeline.messages) == len(sends)
+    write([("v", timeline)], tmp_path / "v.json")
+    assert load(tmp_path / "v.json") == timeline
+    events = json.loads((tmp_path / "v.json").read_text())["traceEvents"]
+    points = Counter(one["ph"] for one in events if one["ph"] in "stf")
+    home = sum(other_end(one).microbatch == program.microbatches or one.kind is Kind.SEND_SUM for one in sends)
+    assert home == 2
+    assert (points["s"], points["t"], points["f"]) == (len(sends), len(sends), len(sends) - home)
 
 
 class Late(Doubling):
