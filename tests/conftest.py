@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,6 +31,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept-golden", action="store_true", help="write golden files instead of comparing with them")
     parser.addoption("--lab-kernel", type=Path, default=lab.CACHED_KERNEL, help="the kernel of tests marked rdma")
     parser.addoption("--begin-before", type=float, help="skip the tests that would begin later than this time, as time.time()")
+
+
+def pytest_collection_finish() -> None:
+    """Have the collector look at what tests make only: torch, sympy and the tests themselves are a million objects."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 @pytest.hookimpl(tryfirst=True)
