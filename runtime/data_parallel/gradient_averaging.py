@@ -204,19 +204,10 @@ class Replicas:
         peers = [replica for replica in range(self._count) if replica != self.index]
         broken = [peer for group in (self._group, self._aside) if (peer := broken_peer(group)) is not None]
         lost = peers[0] if len(peers) == 1 else next(iter(broken), None)
-        return None if lost is None else self.worker_of(ProcessId(self.ranks[lost]))
-
-    def worker_of(self, process: ProcessId) -> WorkerId:
-        """Return the worker that a process of the job hosts."""
-        (worker,) = self._world.hosted(process)
+        if lost is None:
+            return None
+        (worker,) = self._world.hosted(ProcessId(self.ranks[lost]))
         return worker
-
-    def placed(self, error: PeerLostError) -> PeerLostError:
-        """Convert an error that names a worker to one with the job's number of the lost rank."""
-        if error.rank is None or (lost := self._world.hosts[error.rank]) == error.rank:
-            return error
-        message = f"{error} (worker {error.rank} is the job's rank {lost})"
-        return PeerLostError(message, rank=lost, edge=error.edge, op=error.op)
 
     def abort(self) -> None:
         """End the waits of the peers in other pipelines and of this rank, which has failed. Only once."""
