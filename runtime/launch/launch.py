@@ -48,7 +48,7 @@ class Launch:
         membership: This process's, from its launch on.
         replicas: This process's peers in other pipelines, or None without data parallelism.
         job: Joins this process to others; None if all workers are threads of this process.
-        groups: The process groups made for this world.
+        group: The process group of its workers, if it was made for this world.
     """
 
     transports: tuple[Transport, ...]
@@ -57,7 +57,7 @@ class Launch:
     membership: ProcessMembership
     replicas: Replicas | None = None
     job: Job | None = None
-    groups: tuple[dist.ProcessGroup, ...] = ()
+    group: dist.ProcessGroup | None = None
 
     @property
     def ranks(self) -> list[Place]:
@@ -94,8 +94,10 @@ class Launch:
 
     def end(self) -> None:
         """Release the groups that were made for this world, once its transports are closed and nothing has failed."""
-        for group in self.groups:
-            end_group(group)
+        if self.replicas is not None:
+            self.replicas.end()
+        if self.group is not None:
+            end_group(self.group)
 
     def enter(self, world: World) -> Launch:
         """Join the workers of this process in a later world. All processes call it with the same one.
@@ -188,17 +190,10 @@ class Job:
         process = ProcessId(self.rank)
         everyone = new_group(world.hosts, f"{name}/workers", timeout=None)
         if not self._averages:
-            return Launch((self._transport(everyone, world),), world, process, self.membership, None, self, (everyone,))
-        # Each rank makes only the groups that it belongs to. Their order is that of the replicas, so that gradients are always
-        # added in the same order.
+            return Launch((self._transport(everyone, world),), world, process, self.membership, None, self, everyone)
         (worker,) = world.hosted(process)
-        replica, place = world.seat(worker)
-        peers = world.hosts_of(world.column(place))
-        column = new_group(peers, f"{name}/stage {place}", timeout=None)
-        aside = new_group(peers, f"{name}/stage {place} aside", timeout=None)
-        replicas = Replicas(column, aside, replica, world)
-        groups = (everyone, column, aside)
-        return Launch((self._transport(everyone, world),), world, process, self.membership, replicas, self, groups)
+        replicas = Replicas(world, worker, name)
+        return Launch((self._transport(everyone, world),), world, process, self.membership, replicas, self, everyone)
 
     def _transport(self, group: dist.ProcessGroup, world: World) -> Transport:
         made = _join(self._name, group, self._with_delegate, self._addresses)
