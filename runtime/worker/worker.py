@@ -140,6 +140,7 @@ class Worker:
             options=ControllerOptions(adapt=options.adapt, delegate=options.uses_delegate, plan_seconds=options.timeout),
             callbacks=ControlCallbacks(self._programs.prepare, telemetry.event, self._take_reduces, self._abort_by_control),
             first_step=first_step,
+            attempt=job.attempt,
         )
         self._listener = Listener(self.abort, self._awaited_from, WorkerId(job.rank))
         context.membership.add(self._listener)
