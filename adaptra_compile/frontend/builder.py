@@ -76,8 +76,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         addresses=options.addresses,
     )
     with ExitStack() as opened:
-        for transport in launched.transports:
-            opened.callback(transport.close)
+        opened.callback(launched.give_up)
         _check_contract(request, launched)
         empty_on = _device_of_empty(request, (args, targets, kwargs))
         spec = _spec(request, launched, empty_on)

@@ -60,8 +60,10 @@ from adaptra.runtime.control.mail.relay import Relay, RelayOptions
 from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.control.plans.plan_log import Coverage
+from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.detection.news import NewsReader, NewsTeller
 from adaptra.runtime.measuring.measurement import StepMeasurement
+from adaptra.runtime.world.world import FIRST_ATTEMPT, Attempt
 from adaptra.simulation.cost import CostModel
 
 CLOSE_SECONDS = 10.0
@@ -84,7 +86,7 @@ class Controller:
 
     Args:
         ranks: The ranks that agree.
-        store: Their store, with a prefix that no other controller uses or has used. It is cloned.
+        store: Their store, with a prefix that no other controller of the attempt uses or has used. It is cloned.
         initial: Plan 0; every rank must give the same program.
         planning: The compiler; used while this rank coordinates.
         options: The coordinating rank's options apply, except for ``plan_seconds`` and ``answer_seconds``, which each rank has
@@ -92,6 +94,7 @@ class Controller:
         callbacks: What it calls.
         first_step: The first step that will be asked for.
         relaying: How mail travels; equal on all ranks.
+        attempt: The attempt that it is of. Mail and log have keys of their own in each, so nobody reads an earlier one's.
 
     Attributes:
         recorder: Records this rank's events.
@@ -108,6 +111,7 @@ class Controller:
         callbacks: ControlCallbacks | None = None,
         first_step: int = 0,
         relaying: RelayOptions | None = None,
+        attempt: Attempt = FIRST_ATTEMPT,
     ) -> None:
         options, callbacks = options or ControllerOptions(), callbacks or ControlCallbacks()
         self._ranks = ranks
@@ -116,7 +120,7 @@ class Controller:
             ranks.place, initial, first_step, callbacks.on_event, self._known, planning.activation_bytes
         )
         self._coverage = Coverage(first_step)
-        self._hub = MailHub(store, ranks.rank)
+        self._hub = MailHub(under(str(attempt), store), ranks.rank)
         self._preparation = Preparation(
             ranks.rank,
             initial.program,

@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from adaptra.collectives.seconds import slowest
 from adaptra.errors import PeerLostError
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 from adaptra.runtime.transports.link_probe import measure_links
-from adaptra.runtime.transports.process_groups import broken_peer, end_gloo_waits
+from adaptra.runtime.transports.process_groups import broken_peer, end_gloo_waits, end_raw_group, is_gloo, raw_group
 from adaptra.runtime.world.world import ProcessId, WorkerId, World
 
 MEASURED_ROUNDS: Final = 3
@@ -55,32 +55,28 @@ class PendingBroadcast:
 
 
 class Replicas:
-    """The ranks that have copies of one stage.
+    """The workers that have copies of one stage, and two groups of them, from the begin of a world to its end.
+
+    Everything but steps has a group of its own: a rank that alone evaluates must not meet a step's gradients.
 
     Args:
-        group: Their process group.
-        aside: Another group of the same ranks for everything but steps: a rank that alone evaluates must not meet a step's
-            gradients.
-        index: The index of this rank's pipeline in the job, from 0.
         world: The workers of the job and their processes.
+        worker: This one.
+        name: No other world's of this job.
 
     Attributes:
-        index: As given.
+        index: The index of this rank's pipeline in the job, from 0.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        aside: dist.ProcessGroup,
-        index: int,
-        world: World,
-    ) -> None:
-        self.index = index
-        self._group = group
-        self._aside = aside
-        self._sums = {one: GroupSum(one) for one in (group, aside)}
-        self._count = dist.get_world_size(group)
+    def __init__(self, world: World, worker: WorkerId, name: str) -> None:
+        self.index, place = world.seat(worker)
         self._world = world
+        self._column = world.column(place)
+        self._count = len(self._column)
+        self._group, self._aside = (
+            raw_group(f"{name}/stage {place}{part}", self.index, self._count) for part in ("", " aside")
+        )
+        self._sums = {one: GroupSum(one) for one in (self._group, self._aside)}
         self._lock = threading.Lock()
         self._ended = False
 
@@ -93,7 +89,7 @@ class Replicas:
 
         All of them call it, when nothing else travels; raises as :meth:`combine_gradients`.
         """
-        if self._count == 1 or dist.get_backend(self._aside) != "gloo":
+        if self._count == 1 or not is_gloo(self._aside):
             return bucket_bytes(self._count)
         with self._naming_the_lost():
             links = measure_links(self._aside, MEASURED_ROUNDS).values()
@@ -136,13 +132,15 @@ class Replicas:
         :meth:`combine_gradients`.
         """
         answer = torch.tensor([found], dtype=torch.int64, device=self._device)
+        options: Any = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX
         with self._naming_the_lost():
-            dist.all_reduce(answer, dist.ReduceOp.MAX, group=self._group)
+            self._group.allreduce([answer], options).wait()
         return bool(answer.item())
 
     @property
     def _device(self) -> torch.device:
-        return torch.device("cuda" if "nccl" in dist.get_backend(self._group) else "cpu")
+        return torch.device("cpu" if is_gloo(self._group) else "cuda")
 
     @property
     def pipeline(self) -> Sequence[ProcessId]:
@@ -150,28 +148,24 @@ class Replicas:
         return self._world.hosts_of(self._world.pipeline(self.index))
 
     @property
-    def ranks(self) -> list[int]:
+    def ranks(self) -> Sequence[ProcessId]:
         """The job's ranks that have copies of this stage, by replica."""
-        return dist.get_process_group_ranks(self._group)
+        return self._world.hosts_of(self._column)
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Gather equally many 64-bit numbers of each replica, by replica; raises as :meth:`combine_gradients`."""
         own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         found = [torch.empty_like(own) for _ in range(self._count)]
         with self._naming_the_lost():
-            dist.all_gather(found, own, group=self._aside)
+            self._aside.allgather([found], [own]).wait()
         return [one.tolist() for one in found]
 
     def first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return copies of the first replica's tensors, of any dtype; raises as :meth:`combine_gradients`."""
         copies = [one.detach().clone(memory_format=torch.contiguous_format) for one in tensors]
         with self._naming_the_lost():
-            works = [
-                dist.broadcast(one.reshape(-1).view(torch.uint8), group=self._aside, group_src=0, async_op=True)
-                for one in copies
-            ]
+            works = [self._aside.broadcast([one.reshape(-1).view(torch.uint8)], _of_the_first()) for one in copies]
             for work in works:
-                assert work is not None, "this rank is of the group"
                 work.wait()
         return copies
 
@@ -181,8 +175,7 @@ class Replicas:
         All replicas of a stage must begin their operations in the same order.
         """
         with self._naming_the_lost():
-            work = dist.broadcast(packed, group=self._aside if aside else self._group, group_src=0, async_op=True)
-        assert work is not None, "this rank is of the group"
+            work = (self._aside if aside else self._group).broadcast([packed], _of_the_first())
         return PendingBroadcast(self, packed, work)
 
     def wait_for(self, work: dist.Work) -> None:
@@ -204,19 +197,7 @@ class Replicas:
         peers = [replica for replica in range(self._count) if replica != self.index]
         broken = [peer for group in (self._group, self._aside) if (peer := broken_peer(group)) is not None]
         lost = peers[0] if len(peers) == 1 else next(iter(broken), None)
-        return None if lost is None else self.worker_of(ProcessId(self.ranks[lost]))
-
-    def worker_of(self, process: ProcessId) -> WorkerId:
-        """Return the worker that a process of the job hosts."""
-        (worker,) = self._world.hosted(process)
-        return worker
-
-    def placed(self, error: PeerLostError) -> PeerLostError:
-        """Convert an error that names a worker to one with the job's number of the lost rank."""
-        if error.rank is None or (lost := self._world.hosts[error.rank]) == error.rank:
-            return error
-        message = f"{error} (worker {error.rank} is the job's rank {lost})"
-        return PeerLostError(message, rank=lost, edge=error.edge, op=error.op)
+        return None if lost is None else self._column[lost]
 
     def abort(self) -> None:
         """End the waits of the peers in other pipelines and of this rank, which has failed. Only once."""
@@ -226,3 +207,16 @@ class Replicas:
             self._ended = True
         for group in (self._group, self._aside):
             end_gloo_waits(group)
+
+    def end(self) -> None:
+        """End the groups, once nothing is under way and nothing has failed. May be called again."""
+        with self._lock:
+            is_first, self._ended = not self._ended, True
+        for group in (self._group, self._aside) if is_first else ():
+            end_raw_group(group)
+
+
+def _of_the_first() -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    return options

@@ -1,4 +1,7 @@
-"""Texts that the ranks of a job or pipeline exchange through the control store, with the late ones named."""
+"""Texts that the ranks of a job or pipeline exchange through the control store, with the late ones named.
+
+What is gathered or told belongs to the transport's attempt: no rank reads a text of an earlier one.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Final
 from torch.distributed import DistError, DistStoreError, Store
 
 from adaptra.errors import ControlError, LaunchError
+from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.transports.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -48,9 +52,10 @@ def gather(transport: Transport, what: str, data: object, timeout: float, check:
         ControlError: The store is lost.
     """
     wanted = range(transport.world_size) if transport.rank == 0 else range(0)
-    found = exchange(transport.store, f"gather/{what}", transport.rank, json.dumps(data), wanted, timeout, check)
+    store = _of_attempt(transport)
+    found = exchange(store, f"gather/{what}", transport.rank, json.dumps(data), wanted, timeout, check)
     for rank in wanted:  # no other rank reads them
-        transport.store.delete_key(f"gather/{what}/{rank}")
+        store.delete_key(f"gather/{what}/{rank}")
     return [json.loads(text) for text in found] if transport.rank == 0 else None
 
 
@@ -69,8 +74,14 @@ def exchange_data(
     Raises:
         LaunchError, ControlError: As :func:`gather`.
     """
-    found = exchange(transport.store, f"tell/{what}", transport.rank, json.dumps(data), wanted, timeout, check)
+    store = _of_attempt(transport)
+    found = exchange(store, f"tell/{what}", transport.rank, json.dumps(data), wanted, timeout, check)
     return [json.loads(text) for text in found]
+
+
+def _of_attempt(transport: Transport) -> Store:
+    """Return a transport's records of its present attempt."""
+    return under(str(transport.attempt), transport.store)
 
 
 def exchange(

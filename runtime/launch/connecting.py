@@ -1,7 +1,7 @@
 """Connection of the ranks of a job, with detection of ranks that fail meanwhile.
 
 A rank that joins a group waits for others in the C++ of torch or of the engine, which does not notice dead ranks. So it waits
-on a thread of its own, and the ranks watch each other meanwhile as they do in training.
+on a thread of its own, while the job's membership watches the others as it does in training.
 
 The first event ends the wait: the connection is made, this rank fails, or another is lost. On a failure the thread's
 connections to the store are closed, which ends its waits for the store. A thread that waits for a lost rank itself is
@@ -21,26 +21,21 @@ from torch.distributed import Store
 from adaptra.errors import AdaptraError, PeerLostError, TransportError
 from adaptra.runtime.control_store import spare_clients
 from adaptra.runtime.control_store.forked_children import connections_to, end_connections
-from adaptra.runtime.control_store.stores import Connection, own_address
-from adaptra.runtime.membership.membership import Membership
-from adaptra.runtime.transports.process_groups import end_keys
+from adaptra.runtime.membership.process_membership import Listener, ProcessMembership
+from adaptra.runtime.membership.timing import HeartbeatTiming
 
 T = TypeVar("T")
 
-INTERVAL: Final = 0.5
-"""Seconds between two heartbeats of a rank that connects."""
-LOST_AFTER: Final = 10.0
-"""Seconds without a heartbeat after which a rank is lost."""
 _CLOSE_SECONDS: Final = 2.0
 
 
-def connect(name: str, store: Store, rank: int, ranks: int, make: Callable[[], T]) -> T:
+def connect(membership: ProcessMembership, store: Store, rank: int, make: Callable[[], T]) -> T:
     """Connect this rank to others by ``make``. All ranks of the job, which have just met, call it at about the same time.
 
     Args:
-        name: No other call's of this job.
-        store: The keys under that name.
-        rank, ranks: This rank in the job, and the number of ranks.
+        membership: Tells whether another rank is lost meanwhile.
+        store: The job's.
+        rank: This rank in the job.
         make: Makes the connection and may wait for other ranks in any way; runs on a thread.
 
     Returns:
@@ -50,34 +45,23 @@ def connect(name: str, store: Store, rank: int, ranks: int, make: Callable[[], T
         PeerLostError: Another rank failed or died meanwhile; names it.
         Exception: An error of ``make``, which is also reported to the other ranks.
     """
-    if ranks == 1:
-        return make()
     happened: SimpleQueue[_Done[T] | BaseException] = SimpleQueue()
-    membership = Membership(
-        Connection(store),
-        rank,
-        ranks,
-        happened.put,
-        interval=INTERVAL,
-        lost_after=LOST_AFTER,
-        address=own_address(store),
-    )
+    listener = Listener(happened.put)
     before, loans = connections_to(store), spare_clients.loans(store)
     thread = threading.Thread(target=_run, args=(make, happened, _device()), name=f"adaptra rank {rank} connects", daemon=True)
     try:
+        membership.add(listener)
         thread.start()
         found = happened.get()
         if isinstance(found, BaseException) and _may_come_of_a_loss(found):
             found = _cause_of(found, happened)
         if isinstance(found, _Done):
-            membership.close()
             if membership.lost is not None:
                 raise membership.lost
-            end_keys(name, rank, ranks)
             return found.made
         if found is membership.lost:
             raise found
-        cause = membership.fail(found)
+        cause = membership.fail(listener, found)
         if not _may_come_of_a_loss(found):
             raise found  # this rank's own mistake is raised as such, even if another rank made it first
         raise cause from (None if cause is found else found)
@@ -87,7 +71,7 @@ def connect(name: str, store: Store, rank: int, ranks: int, make: Callable[[], T
         thread.join(_CLOSE_SECONDS)
         raise
     finally:
-        membership.close()
+        membership.remove(listener)
 
 
 class _Done(Generic[T]):
@@ -120,7 +104,8 @@ def _may_come_of_a_loss(error: BaseException) -> bool:
 
 def _cause_of(error: BaseException, happened: SimpleQueue[_Done[T] | BaseException]) -> BaseException | _Done[T]:
     """Return the loss that caused an error, once it is noticed; else the error."""
+    timing = HeartbeatTiming()
     try:
-        return happened.get(timeout=LOST_AFTER + 2 * INTERVAL)
+        return happened.get(timeout=timing.lost_after + 2 * timing.interval)
     except Empty:
         return error

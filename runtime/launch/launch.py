@@ -14,14 +14,17 @@ from adaptra.checks import nearest_multiple
 from adaptra.errors import LaunchError
 from adaptra.program.roles import Roles
 from adaptra.runtime.control_store.secret import VARIABLE, fingerprint, given_secret
-from adaptra.runtime.control_store.signed_store import signed
+from adaptra.runtime.control_store.signed_store import signed, under
 from adaptra.runtime.control_store.spare_clients import Reservation
+from adaptra.runtime.control_store.stores import Connection, own_address, rank_0_has
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.exchange.store_exchange import Check, exchange, no_check
 from adaptra.runtime.launch.arguments import agree_on_arguments
 from adaptra.runtime.launch.connecting import connect
 from adaptra.runtime.launch.environment import is_told_of_others
 from adaptra.runtime.launch.several_hosts import check_launcher
+from adaptra.runtime.membership.membership import Membership
+from adaptra.runtime.membership.process_membership import Awaited, ProcessMembership, Told
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.transports.lanes import LanedTransport
 from adaptra.runtime.transports.local import LocalHub
@@ -42,17 +45,19 @@ class Launch:
             are workers.
         world: The world that they are in.
         process: This process.
+        membership: This process's, from its launch on.
         replicas: This process's peers in other pipelines, or None without data parallelism.
         job: Joins this process to others; None if all workers are threads of this process.
-        groups: The process groups made for this world.
+        group: The process group of its workers, if it was made for this world.
     """
 
     transports: tuple[Transport, ...]
     world: World
     process: ProcessId
+    membership: ProcessMembership
     replicas: Replicas | None = None
     job: Job | None = None
-    groups: tuple[dist.ProcessGroup, ...] = ()
+    group: dist.ProcessGroup | None = None
 
     @property
     def ranks(self) -> list[Place]:
@@ -80,10 +85,19 @@ class Launch:
             return transport
         return PipelineTransport(transport, self.replica, self.world.pipeline(self.replica))
 
+    def give_up(self) -> None:
+        """Leave the job before a worker has begun."""
+        self.membership.leave()
+        for transport in self.transports:
+            transport.close()
+        self.membership.close()
+
     def end(self) -> None:
         """Release the groups that were made for this world, once its transports are closed and nothing has failed."""
-        for group in self.groups:
-            end_group(group)
+        if self.replicas is not None:
+            self.replicas.end()
+        if self.group is not None:
+            end_group(self.group)
 
     def enter(self, world: World) -> Launch:
         """Join the workers of this process in a later world. All processes call it with the same one.
@@ -93,7 +107,7 @@ class Launch:
         Raises:
             PeerLostError: As :meth:`Job.enter`.
         """
-        return _in_threads(world) if self.job is None else self.job.enter(world)
+        return _in_threads(world, self.membership) if self.job is None else self.job.enter(world)
 
 
 class Job:
@@ -103,7 +117,7 @@ class Job:
         name: The transport's name.
         call: The number of this launch in the job.
         contributed: A digest over what all ranks sent in this launch; see :func:`.signed_store.signed`.
-        with_delegate, addresses: As :func:`launch`.
+        with_delegate, addresses, timeout: As :func:`launch`.
         spares: The store's clients that this job may use.
         averages: Whether there are replicas, or roles that were given, which can change.
 
@@ -111,6 +125,7 @@ class Job:
         rank: This process's rank in the job.
         store: The store of this launch, shared by all its ranks.
         ranks: The number of ranks of the job.
+        membership: This process's in this launch. Its user closes it.
     """
 
     def __init__(
@@ -120,6 +135,7 @@ class Job:
         contributed: str,
         with_delegate: bool,
         addresses: Sequence[str],
+        timeout: float,
         spares: Reservation,
         averages: bool = True,
     ) -> None:
@@ -135,8 +151,20 @@ class Job:
         self._met = 0
         self._averages = averages
         self._everyone: dist.ProcessGroup | None = None
-        if averages:
-            self._make_everyone()
+        self._timeout = timeout
+        self.membership = ProcessMembership(self._join if self.ranks > 1 else None)
+
+    def _join(self, told: Told, awaited: Awaited) -> Membership:
+        return Membership(
+            Connection(under("membership", self.store)),
+            self.rank,
+            self.ranks,
+            told,
+            waiting_for=awaited,
+            busy_after=self._timeout,
+            address=own_address(self.store),
+            store_host=0 if rank_0_has(self.store) else None,
+        )
 
     @property
     def everyone(self) -> dist.ProcessGroup:
@@ -150,28 +178,22 @@ class Job:
         Raises:
             PeerLostError: Another rank failed or died before all had joined; names it.
         """
-        name = f"{self._keys}/{world.epoch}"
-        return self.connect(name, lambda: self._enter(world, name))
+        if self._averages and self._everyone is None:
+            self._make_everyone()
+        return self.connect(lambda: self._enter(world, f"{self._keys}/{world.epoch}"))
 
-    def connect(self, name: str, make: Callable[[], T]) -> T:
+    def connect(self, make: Callable[[], T]) -> T:
         """Connect this rank to others; see :func:`.connecting.connect`."""
-        name = f"{name} connecting"
-        return connect(name, signed(keys_of(name), name, [self._contributed]), self.rank, self.ranks, make)
+        return make() if self.ranks == 1 else connect(self.membership, self.store, self.rank, make)
 
     def _enter(self, world: World, name: str) -> Launch:
         process = ProcessId(self.rank)
         everyone = new_group(world.hosts, f"{name}/workers", timeout=None)
         if not self._averages:
-            return Launch((self._transport(everyone, world),), world, process, None, self, (everyone,))
-        # Each rank makes only the groups that it belongs to. Their order is that of the replicas, so that gradients are always
-        # added in the same order.
+            return Launch((self._transport(everyone, world),), world, process, self.membership, None, self, everyone)
         (worker,) = world.hosted(process)
-        replica, place = world.seat(worker)
-        peers = world.hosts_of(world.column(place))
-        column = new_group(peers, f"{name}/stage {place}", timeout=None)
-        aside = new_group(peers, f"{name}/stage {place} aside", timeout=None)
-        replicas = Replicas(column, aside, replica, world)
-        return Launch((self._transport(everyone, world),), world, process, replicas, self, (everyone, column, aside))
+        replicas = Replicas(world, worker, name)
+        return Launch((self._transport(everyone, world),), world, process, self.membership, replicas, self, everyone)
 
     def _transport(self, group: dist.ProcessGroup, world: World) -> Transport:
         made = _join(self._name, group, self._with_delegate, self._addresses)
@@ -183,7 +205,7 @@ class Job:
         def make() -> dist.ProcessGroup:
             return new_group(range(self.ranks), f"{self._keys}/all", "gloo", timeout=None)
 
-        self._everyone = self.connect(f"{self._keys}/all", make)
+        self._everyone = self.connect(make)
 
     def close(self) -> None:
         """Release the objects made for role changes and cut changes. Nothing may have failed."""
@@ -270,7 +292,7 @@ def launch(
             f"Options(delegate=...) with transport {name!r}: expected c10d, whose slow edges the delegate takes over"
         )
     if name == "local":
-        return _in_threads(World.of_threads(size))
+        return _in_threads(World.of_threads(size), ProcessMembership())
     if not is_launched():
         raise LaunchError(
             f"transport {name!r} needs {size} processes: start this script with torchrun --nproc-per-node={size}, or call "
@@ -294,16 +316,21 @@ def launch(
             f"start {nearest_multiple(ranks, size)} processes or ask for another number of stages"
         )
     usual = Roles.initial(ranks, size)
-    if roles in (None, usual) and ranks == size:
-        job = Job(name, call, contributed, with_delegate, addresses, spares, averages=False)
-        made = job.connect(_name_of_call(call), lambda: _join(name, None, with_delegate, addresses))
-        return Launch((made,), World.of_roles(usual), ProcessId(rank), None, job)
-    return Job(name, call, contributed, with_delegate, addresses, spares).enter(World.of_roles(roles or usual))
+    averages = roles not in (None, usual) or ranks != size
+    job = Job(name, call, contributed, with_delegate, addresses, timeout, spares, averages)
+    try:
+        if averages:
+            return job.enter(World.of_roles(roles or usual))
+        made = job.connect(lambda: _join(name, None, with_delegate, addresses))
+    except BaseException:
+        job.membership.close()
+        raise
+    return Launch((made,), World.of_roles(usual), ProcessId(rank), job.membership, None, job)
 
 
-def _in_threads(world: World) -> Launch:
+def _in_threads(world: World, membership: ProcessMembership) -> Launch:
     hub = LocalHub(world.places)
-    return Launch(tuple(hub.transport(worker) for worker in world.pipeline(0)), world, ProcessId(0))
+    return Launch(tuple(hub.transport(worker) for worker in world.pipeline(0)), world, ProcessId(0), membership)
 
 
 def _join(name: str, group: dist.ProcessGroup | None, with_delegate: bool, addresses: Sequence[str]) -> Transport:
@@ -318,11 +345,11 @@ def _join(name: str, group: dist.ProcessGroup | None, with_delegate: bool, addre
 def _clients_of(name: str, with_delegate: bool) -> int:
     """Return how many clients of the store a rank uses at most, which is while it changes its role or its cut.
 
-    Each transport has a control plane, the old ones and the new ones at once. The worker has three for mail and one for its
-    membership. Calls have one, and so has the membership of ranks that connect.
+    Each transport has a control plane, the old ones and the new ones at once. The worker has three for mail, calls one, and the
+    membership one.
     """
     control_planes = 2 if with_delegate and name != "delegate" else 1
-    return 2 * control_planes + 3 + 1 + 1 + 1
+    return 2 * control_planes + 3 + 1 + 1
 
 
 def _name_of_call(call: int) -> str:

@@ -84,6 +84,59 @@ def new_group(
     return group
 
 
+def raw_group(name: str, rank: int, size: int, backend: str | None = None) -> ProcessGroup:
+    """Make a group that torch.distributed has no record of: it has methods alone. Each member calls it.
+
+    So its members may be any processes that reach the store.
+
+    Args:
+        name: The same on all of them, and no other group's of this job.
+        rank, size: This member of how many.
+        backend: As of :func:`new_group`; its operations have the backend's own timeout.
+
+    Raises:
+        LaunchError: The backend is neither gloo nor NCCL, nor both.
+    """
+    internals: Any = distributed_c10d
+    backend = distributed.Backend(backend or distributed.get_backend())
+    of_device: dict[str, str] = internals.BackendConfig(backend).get_device_backend_map()
+    kinds = internals.Backend.backend_type_map
+    with kept_from_children():
+        store = PrefixStore(f"{name}/", _client_for(str(backend)))
+        group: Any = ProcessGroup(store, rank, size)
+        group._set_default_backend(kinds["nccl" if "nccl" in of_device.values() else "gloo"])
+        made = {one: _backend(one, PrefixStore(f"{one}/", store), rank, size) for one in dict.fromkeys(of_device.values())}
+        for device, one in of_device.items():
+            group._register_backend(torch.device(device), kinds[one], made[one])
+        group._set_group_name(name)
+    keep_store_from_children(store)
+    return group
+
+
+def _backend(name: str, store: Store, rank: int, size: int) -> distributed.Backend:
+    internals: Any = distributed_c10d
+    timeout = internals._get_default_timeout(name)
+    if name == "gloo":
+        return internals.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    if name == "nccl" and distributed.is_nccl_available():
+        options = internals.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return internals.ProcessGroupNCCL(store, rank, size, options)
+    raise LaunchError(f"init_process_group({name!r}): expected gloo or NCCL, over which replicas average gradients")
+
+
+def end_raw_group(group: ProcessGroup) -> None:
+    """End a raw group, whose descriptors and threads end with the last reference to it. Each member calls it."""
+    group.shutdown()
+    end_keys(group.group_name, group.rank(), group.size())
+
+
+def is_gloo(group: ProcessGroup) -> bool:
+    """Return whether gloo alone carries a group's tensors, of whatever device."""
+    of: Any = group
+    return all(of._get_backend(device).name() == "gloo" for device in of._device_types)
+
+
 def _client_for(backend: str) -> Store:
     """Return a client of the job's store by which a group's members meet.
 
@@ -158,7 +211,7 @@ def broken_peer(group: ProcessGroup) -> int | None:
 
     gloo refuses to send over a connection that is broken, and doesn't say whose an operation of several members met.
     """
-    if distributed.get_backend(group) != "gloo":
+    if not is_gloo(group):
         return None
     for peer in range(group.size()):
         if peer != group.rank():

@@ -33,17 +33,18 @@ from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.control_store.signed_store import under
-from adaptra.runtime.control_store.stores import Connection, error_of_store, own_address, rank_0_has
+from adaptra.runtime.control_store.stores import error_of_store
 from adaptra.runtime.exchange.store_exchange import gather
 from adaptra.runtime.measuring.monitor import Monitor, StepRecords, merge_timelines
 from adaptra.runtime.measuring.reduces import StepReduces, own_reduce
-from adaptra.runtime.membership.membership import Membership
+from adaptra.runtime.membership.process_membership import Listener
 from adaptra.runtime.membership.timing import LOST_STORE_SECONDS
 from adaptra.runtime.outputs.sharing import SharedOutputs
 from adaptra.runtime.outputs.step_outputs import StepOutputs
 from adaptra.runtime.rdma.watch import RdmaEvent, watch
 from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.telemetry.start import agree_on_run
+from adaptra.runtime.transports.base import Identity
 from adaptra.runtime.worker.call_numbers import CallNumbers
 from adaptra.runtime.worker.last_steps import LastSteps
 from adaptra.runtime.worker.rank_values import RankValues
@@ -54,7 +55,7 @@ from adaptra.runtime.worker.step.rank_programs import RankPrograms
 from adaptra.runtime.worker.step.shapes import FIRST, StepShape
 from adaptra.runtime.worker.step.step_parts import Batch, StepParts
 from adaptra.runtime.worker.step.two_pass import PendingBackward, TwoPassStep
-from adaptra.runtime.world.world import ProcessId
+from adaptra.runtime.world.world import ProcessId, WorkerId
 from adaptra.simulation.timeline import Timeline
 
 
@@ -139,17 +140,10 @@ class Worker:
             options=ControllerOptions(adapt=options.adapt, delegate=options.uses_delegate, plan_seconds=options.timeout),
             callbacks=ControlCallbacks(self._programs.prepare, telemetry.event, self._take_reduces, self._abort_by_control),
             first_step=first_step,
+            attempt=job.attempt,
         )
-        self._membership = Membership(
-            Connection(under("membership", job.store)),
-            job.rank,
-            job.world_size,
-            self.abort,
-            waiting_for=job.waiting_for,
-            busy_after=options.timeout,
-            address=own_address(job.store),
-            store_host=None if not rank_0_has(job.store) else 0 if replicas is None else replicas.worker_of(ProcessId(0)),
-        )
+        self._listener = Listener(self.abort, self._awaited_from, WorkerId(job.rank))
+        context.membership.add(self._listener)
         self._watcher = watch(transport.rdma_devices, self._record_link_event)
         telemetry.started(agree_on_run(job.store), initial)
 
@@ -413,18 +407,15 @@ class Worker:
         """The program of the last step, without messages; that of the first plan if none has run."""
         return self._programs.program
 
-    def leave(self) -> None:
-        """Report that this rank will close. Ranks of one process all do so before one of them waits for the others."""
-        self._membership.leave()
-
     def close(self) -> None:
         """End this rank's threads and connections."""
         if self._watcher is not None:
             self._watcher.close()
         self._parts.end.close()
         # A lost store may never answer the requests that are under way.
-        self.controller.close(LOST_STORE_SECONDS if self._membership.has_lost_the_store else CLOSE_SECONDS)
-        self._membership.close()
+        membership = self._context.membership
+        self.controller.close(LOST_STORE_SECONDS if membership.has_lost_the_store else CLOSE_SECONDS)
+        membership.remove(self._listener)
         self._context.transport.close()
         self._telemetry.ended(self.numbers.next_step)
 
@@ -441,10 +432,8 @@ class Worker:
         """
         # A lost rank has its own name, whatever error showed it. A store that tells who is late has answered.
         of_store = None if isinstance(error, PeerLostError | LaunchError) else error_of_store(error)
-        cause = self._membership.fail(error, of_store=of_store)
+        cause = self._context.membership.fail(self._listener, error, of_store=of_store)
         cause = cause if isinstance(cause, Exception) else error
-        if self._context.replicas is not None and isinstance(cause, PeerLostError):
-            cause = self._context.replicas.placed(cause)
         self.abort(cause)
         self._telemetry.failed(self.numbers.next_step, cause, self.monitor)
         return cause
@@ -475,10 +464,29 @@ class Worker:
             yield
         except Exception as error:
             ended_by = self._aborted_by if isinstance(error, PeerLostError) else None
-            cause = self.fail(ended_by or self.explain(error, lambda: self._membership.has_lost_a_process))
+            cause = self.fail(ended_by or self._placed(self.explain(error, self._has_lost_a_process)))
             if cause is error:
                 raise
             raise cause from error
+
+    def _has_lost_a_process(self) -> bool:
+        return self._context.membership.has_lost_a_process
+
+    def _awaited_from(self, process: int) -> Identity | None:
+        """Return the message that this rank waits for from a process."""
+        hosted = self._context.world.hosted(ProcessId(process))
+        return next(filter(None, map(self._context.job.waiting_for, hosted)), None)
+
+    def _placed(self, error: Exception) -> Exception:
+        """Convert an error that names a worker of another process to one with that process's number."""
+        hosts = self._context.world.hosts
+        if not isinstance(error, PeerLostError) or error.rank is None:
+            return error
+        lost = hosts[error.rank]
+        if lost in (error.rank, hosts[self._listener.worker or 0]):
+            return error
+        message = f"{error} (worker {error.rank} is the job's rank {lost})"
+        return PeerLostError(message, rank=lost, edge=error.edge, op=error.op)
 
     @contextmanager
     def _meeting(self, *, all_ranks: bool = False) -> Generator[None]:

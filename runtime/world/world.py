@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, NewType
+from typing import Final, NamedTuple, NewType
 
 from adaptra.program.roles import Roles
 
@@ -41,6 +41,10 @@ class Attempt(NamedTuple):
 
     def __str__(self) -> str:
         return f"attempt {self.number} of epoch {self.epoch}"
+
+
+FIRST_ATTEMPT: Final = Attempt()
+"""The attempt with which a job begins."""
 
 
 @dataclass(frozen=True, slots=True)

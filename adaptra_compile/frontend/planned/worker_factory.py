@@ -84,6 +84,8 @@ class WorkerFactory:
                     placement,
                     pipeline,
                     carrier,
+                    launched.world,
+                    launched.membership,
                     launched.replicas,
                     Monitor(pipeline.rank, placement, read=clock.read),
                     clock,

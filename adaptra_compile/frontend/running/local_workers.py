@@ -53,6 +53,7 @@ class LocalWorkers:
             end_by = weakref.WeakMethod(self._end_by)
             self.calls = Calls(launched.job.store, launched.job.rank, launched.job.ranks, lambda error: _call(end_by, error))
             weakref.finalize(self, self.calls.close)
+        self._end_membership = weakref.finalize(self, launched.membership.close)
         self.run_by(planned, launched, workers, recorder)
         sharing.begin(self)
 
@@ -71,7 +72,7 @@ class LocalWorkers:
             for worker in self.workers:
                 worker.explain = self.calls.explain
         # Also if the process ends without a close, since the transports' threads must not outlive the interpreter.
-        self._end = weakref.finalize(self, _end, self.workers, self._threads, recorder, launched)
+        self._end = weakref.finalize(self, _end_for_good, self.workers, self._threads, recorder, launched)
 
     @property
     def compiled(self) -> CompiledStages:
@@ -230,8 +231,9 @@ class LocalWorkers:
         self.workers[0].check()
 
     def end(self) -> None:
-        """End the workers, for others in their place."""
-        self._end()
+        """End the workers, for others in their place. This process stays in the job."""
+        if (found := self._end.detach()) is not None:
+            _end(*found[2])
 
     def close(self) -> None:
         """End all workers. It may be called again."""
@@ -239,6 +241,7 @@ class LocalWorkers:
             self.calls.close(informs=True)
         was_open = self._end.alive
         self._end()
+        self._end_membership()
         if was_open and self._failure is None and self.launched.job is not None:
             self.launched.job.close()
 
@@ -264,10 +267,14 @@ def _call(method: weakref.WeakMethod[Callable[[Exception], None]], error: Except
         bound(error)
 
 
+def _end_for_good(workers: Sequence[Worker], threads: ThreadPoolExecutor | None, recorder: Recorder, launched: Launch) -> None:
+    """Close all workers of this process, having told the others that it leaves the job."""
+    launched.membership.leave()
+    _end(workers, threads, recorder, launched)
+
+
 def _end(workers: Sequence[Worker], threads: ThreadPoolExecutor | None, recorder: Recorder, launched: Launch) -> None:
     """Close all workers of this process."""
-    for worker in workers:
-        worker.leave()
     for worker in workers:
         worker.close()
     if threads is not None:

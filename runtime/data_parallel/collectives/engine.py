@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from adaptra.collectives.buckets import bucket_bytes, make_buckets
 from adaptra.collectives.rounds import Algorithm, TermMessage, direct
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
 from adaptra.runtime.data_parallel.collectives.terms import Terms
+from adaptra.runtime.transports.process_groups import is_gloo
 
 _Flying = tuple[TermMessage, Tensor, dist.Work | None]
 
@@ -37,13 +39,13 @@ class GroupSum:
         limit: int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._group = group
+        self._group: Any = group  # torch's annotations lack some of its methods
         self._replicas, self._rank = group.size(), group.rank()
         self._algorithm = algorithm
         self._limit = limit or bucket_bytes(self._replicas)
         self._dtype = dtype
         self._memory = SpareMemory()
-        self._through_host = dist.get_backend(group) == "gloo"
+        self._through_host = is_gloo(group)
 
     def combine(self, tensors: Sequence[Tensor], *, mean: bool) -> None:
         """Replace tensors by their sum or mean over the group's ranks, which call it together.
@@ -119,14 +121,18 @@ class GroupSum:
             flying += [(one, tensor, self._group.recv([tensor], one.source, 0)) for one, tensor in arriving]
             flying += [(one, tensor, self._group.send([tensor], one.destination, 0)) for one, tensor in leaving]
         elif arriving or leaving:
-            operations = [
-                *(dist.P2POp(dist.irecv, tensor, group=self._group, group_peer=one.source) for one, tensor in arriving),
-                *(dist.P2POp(dist.isend, tensor, group=self._group, group_peer=one.destination) for one, tensor in leaving),
+            # NCCL begins a round's messages as one, and gives one work for all of them.
+            group, device = self._group, [*arriving, *leaving][0][1].device
+            pairs = group._get_backend(device).supports_coalescing
+            if pairs:
+                group._start_coalescing(device)
+            works = [
+                *(group.recv([tensor], one.source, 0) for one, tensor in arriving),
+                *(group.send([tensor], one.destination, 0) for one, tensor in leaving),
             ]
-            works = dist.batch_isend_irecv(operations)
-            # NCCL gives one work for the whole batch, other backends one for each message.
-            padded = [*works, *[None] * (len(operations) - len(works))]
-            flying += [(*message, work) for message, work in zip([*arriving, *leaving], padded, strict=True)]
+            if pairs:
+                works = [group._end_coalescing(device), *[None] * (len(works) - 1)]
+            flying += [(*message, work) for message, work in zip([*arriving, *leaving], works, strict=True)]
 
 
 class _Contiguous:

@@ -8,8 +8,10 @@ from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.devices.device_clock import OpClock
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.measuring.monitor import Monitor
+from adaptra.runtime.membership.process_membership import ProcessMembership
 from adaptra.runtime.options import Options
 from adaptra.runtime.transports.base import Transport
+from adaptra.runtime.world.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,8 @@ class RankContext:
         placement: ``placement[stage]`` is the stage's rank.
         transport: This rank's transport, which joins the ranks of its pipeline.
         job: The transport of all ranks of the job, of which that is a part; the same without replicas.
+        world: The world of the job's workers.
+        membership: This process's.
         replicas: The ranks that have copies of these stages, or None without data parallelism.
         monitor: Records ops, messages, the flights of probes and the sum over replicas.
         clock: Marks the start and end of ops on this rank's device.
@@ -30,6 +34,8 @@ class RankContext:
     placement: tuple[int, ...]
     transport: Transport
     job: Transport
+    world: World
+    membership: ProcessMembership
     replicas: Replicas | None
     monitor: Monitor
     clock: OpClock

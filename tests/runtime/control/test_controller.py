@@ -50,7 +50,9 @@ from adaptra.runtime.control.mail.mailbox import Mailbox
 from adaptra.runtime.control.mail.relay import RelayOptions
 from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 from adaptra.runtime.control.plans.plan import Plan
+from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.detection.level_shift import DetectorOptions
+from adaptra.runtime.world.world import FIRST_ATTEMPT, Attempt
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
 
@@ -124,6 +126,7 @@ def controllers(
     first_step: int = 0,
     ahead_of_need: Callable[[Program, CostModel], Mapping[Channel, int]] = nothing_ahead,
     relaying: RelayOptions | None = None,
+    attempt: Attempt = FIRST_ATTEMPT,
 ) -> Generator[list[Controller], None, None]:
     common = store or dist.HashStore()
     started = [
@@ -136,6 +139,7 @@ def controllers(
             callbacks=ControlCallbacks(lambda plan, rank=rank: prepare(rank, plan), journal.event, on_error=on_error),
             first_step=first_step,
             relaying=relaying,
+            attempt=attempt,
         )
         for rank in ranks
     ]
@@ -254,7 +258,7 @@ def test_a_coordinator_that_gives_up_is_replaced_though_mail_goes_by_a_tree() ->
 def test_a_failure_of_a_rank_reaches_all_though_mail_goes_by_a_tree() -> None:
     journal, store = Journal(), dist.HashStore()
     with controllers(journal, store=store, relaying=TREE) as started:
-        store.queue_push("mail/3", "no mail")
+        under(str(FIRST_ATTEMPT), store).queue_push("mail/3", "no mail")
         raised = train(started, journal, lambda step, plan: False)
     assert len(raised) == RANKS
     assert all("mail: not JSON" in str(error) for error in raised)
@@ -263,7 +267,7 @@ def test_a_failure_of_a_rank_reaches_all_though_mail_goes_by_a_tree() -> None:
 def test_relayed_mail_is_refused_where_all_mail_is_direct() -> None:
     journal, store = Journal(), dist.HashStore()
     with controllers(journal, store=store) as started:
-        store.queue_push("mail/2", '{"mail":"anew"}')
+        under(str(FIRST_ATTEMPT), store).queue_push("mail/2", '{"mail":"anew"}')
         raised = train(started, journal, lambda step, plan: False)
     assert len(raised) == RANKS
     assert all("relayed mail: expected none among 4 ranks, whose mail is direct" in str(error) for error in raised)
@@ -395,11 +399,27 @@ def test_a_rank_that_refuses_keeps_all_on_the_old_plan() -> None:
     assert {version for found in journal.versions().values() for version in found} == {0}
 
 
+def test_mail_and_log_of_an_earlier_attempt_are_of_no_account_in_the_next_one() -> None:
+    """Two attempts over one store from the same step on, the second while the control threads of the first still run. The first
+    one's log then grows, and its ranks report steps that the second's log does not cover.
+    """
+    store, before, after = dist.HashStore(), Journal(), Journal()
+    with controllers(before, store=store) as old:
+        assert not train(old, before, lambda step, plan: plan.version > 0)
+        with controllers(after, store=store, attempt=Attempt(0, 1)) as new:
+            for rank, controller in enumerate(old):
+                controller.report(measurement(rank, max(before.versions()) + 1, HEALTHY))
+            assert not train(new, after, lambda step, plan: step == 3, lambda step, plan: HEALTHY)
+    assert max(max(versions) for versions in before.versions().values()) > 0
+    assert {step: versions for step, versions in after.versions().items() if step <= 3} == {step: {0} for step in range(4)}
+    assert not after.of(EventKind.SWITCHED)
+
+
 def run_with_one_by_hand(answer: Callable[[Mailbox, Proposed], None], options: ControllerOptions | None = None) -> Journal:
     """Three controllers, and rank 3 by hand: it confirms plan 0, measures, and answers proposals as told."""
     journal = Journal()
     store, by_hand = dist.HashStore(), RANKS - 1
-    mailbox = Mailbox(store, by_hand)
+    mailbox = Mailbox(under(str(FIRST_ATTEMPT), store), by_hand)
     mailbox.send(0, Confirmed(by_hand, 0, plan_zero().digest))
     ended = threading.Event()
 
@@ -590,7 +610,7 @@ def test_a_bug_in_the_planner_ends_training_on_all_ranks_with_its_error() -> Non
 def test_mail_that_is_none_ends_the_control_plane_everywhere(text: str, message: str) -> None:
     journal, store = Journal(), dist.HashStore()
     with controllers(journal, store=store) as started:
-        store.queue_push("mail/0", text)
+        under(str(FIRST_ATTEMPT), store).queue_push("mail/0", text)
         raised = train(started, journal, lambda step, plan: False)
     assert len(raised) == RANKS
     assert all(message in str(error) for error in raised)

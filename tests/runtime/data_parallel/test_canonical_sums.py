@@ -39,6 +39,7 @@ from adaptra.graph.ops.random_state import RandomKey, reference_randomness
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
 from adaptra.runtime.data_parallel.collectives.terms import Terms
+from adaptra.runtime.transports.process_groups import end_raw_group, raw_group
 from adaptra.simulation.links import Link
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
@@ -173,8 +174,8 @@ def sum_in_processes(rank: int) -> list[str]:
     shapes: list[tuple[int, ...]] = [(3,), (), (70, 50), (20_001,), (0,), (7, 2, 3)]
     dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
     for replicas in (1, 2, 3, 4):
-        # A group with a list of backends pairs the messages of a round, as one of NCCL does.
-        groups: list[Any] = [dist.new_group(list(range(replicas)), backend=one) for one in ("gloo", "cpu:gloo")]
+        # The second one begins the messages of a round together, as one of NCCL does.
+        groups = [raw_group(f"{replicas} {one}", rank, replicas) for one in range(2)] if rank < replicas else []
         ways = [
             (index, one, limit, dtype)
             for index, limit in ((0, None), (0, 4096), (1, 4096))
@@ -183,6 +184,7 @@ def sum_in_processes(rank: int) -> list[str]:
         ]
         for index, name, limit, dtype in ways if rank < replicas else []:
             total = GroupSum(groups[index], algorithm=ALGORITHMS[name], limit=limit, dtype=dtype)
+            total._through_host = index == 0
             for seed in range(2):  # the second one uses memory again
                 mine = terms_of(rank, seed, shapes, dtypes)
                 total.combine(mine, mean=True)
@@ -192,6 +194,8 @@ def sum_in_processes(rank: int) -> list[str]:
                     for index, (one, other) in enumerate(zip(mine, expected, strict=True))
                     if not same_bits(one, other)
                 ]
+        for group in groups:
+            end_raw_group(group)
         dist.barrier()
     dist.destroy_process_group()
     return wrong

@@ -142,13 +142,12 @@ def lose_a_peer(rank: int) -> str | None:
     from adaptra.errors import PeerLostError
     from adaptra.program.roles import Roles
     from adaptra.runtime.data_parallel.gradient_averaging import Replicas
-    from adaptra.runtime.world.world import World
+    from adaptra.runtime.transports.process_groups import keys_of
+    from adaptra.runtime.world.world import WorkerId, World
 
     dist.init_process_group("gloo")
-    everyone, aside = dist.group.WORLD, dist.new_group()
-    assert everyone is not None and isinstance(aside, dist.ProcessGroup)
-    store = dist.PrefixStore("replicas", everyone.get_group_store())
-    replicas = Replicas(everyone, aside, rank, World.of_roles(Roles.initial(2, 1)))
+    store = keys_of("test of replicas")
+    replicas = Replicas(World.of_roles(Roles.initial(2, 1)), WorkerId(rank), "test")
     if rank == 0:
         replicas.abort()
         store.wait(["told"])

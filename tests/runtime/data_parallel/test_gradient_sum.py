@@ -20,7 +20,7 @@ from adaptra.program.roles import Roles
 from adaptra.runtime.data_parallel.accumulators import Accumulators
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.data_parallel.gradient_sum import GradientSum
-from adaptra.runtime.world.world import World
+from adaptra.runtime.world.world import WorkerId, World
 
 pytestmark = pytest.mark.processes
 
@@ -34,9 +34,7 @@ BUCKET = 256
 def replicas_of(rank: int) -> Replicas:
     """A job whose pipelines have one stage each."""
     dist.init_process_group("gloo")
-    everyone, aside = dist.group.WORLD, dist.new_group(list(range(RANKS)))
-    assert everyone is not None and isinstance(aside, dist.ProcessGroup)
-    return Replicas(everyone, aside, rank, World.of_roles(Roles.initial(RANKS, 1)))
+    return Replicas(World.of_roles(Roles.initial(RANKS, 1)), WorkerId(rank), "test")
 
 
 def gradients_of(rank: int, step: int) -> dict[str, Tensor]:
