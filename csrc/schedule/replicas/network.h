@@ -5,10 +5,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <tuple>
 #include <utility>
 #include <vector>
 
-#include "schedule/replicas/job.h"
+#include "schedule/simulate/job.h"
 
 namespace adaptra::schedule {
 
@@ -61,7 +62,7 @@ class Network {
 
   std::map<std::pair<std::int32_t, std::int32_t>, const Link*> links_;
   std::map<std::pair<std::int32_t, std::int32_t>, std::int32_t> resource_of_;
-  std::array<std::vector<std::int32_t>, kRuledKinds> made_;  // per kind: the node of (replica, stage, microbatch); kNone
+  std::array<std::vector<std::int32_t>, std::tuple_size_v<JobRule>> made_;  // per kind: the node of (replica, stage, microbatch); kNone
 };
 
 }  // namespace adaptra::schedule

@@ -6,7 +6,7 @@
 #include <optional>
 #include <vector>
 
-#include "schedule/replicas/job.h"
+#include "schedule/simulate/job.h"
 #include "schedule/replicas/list_pass.h"
 
 namespace adaptra::schedule {
