@@ -100,7 +100,8 @@ class Slot {
 std::vector<schedule::JobOrder> to_orders(const nb::tuple& orders) {
   const Kinds kinds;
   const nb::object op_type = nb::module_::import_("adaptra.program").attr("Op");
-  const Slot stage(op_type, "stage"), kind_slot(op_type, "kind"), microbatch(op_type, "microbatch"), replica(op_type, "replica");
+  const Slot stage(op_type, "stage"), kind_slot(op_type, "kind"), microbatch(op_type, "microbatch"),
+      replica(op_type, "replica");
   std::vector<schedule::JobOrder> converted;
   converted.reserve(orders.size());
   for (const nb::handle item : orders) {
@@ -271,7 +272,8 @@ void bind_simulation(nb::module_& m) {
         const nb::gil_scoped_release release;
         const schedule::Contents contents = schedule::contents_of(job, converted.orders);
         if (contents < (steps == 1 ? schedule::Contents::Partial : schedule::Contents::Forwards)) return Simulated{};
-        return schedule::Simulator(job, steps).run(converted.orders, times ? schedule::Detail::Times : schedule::Detail::Summary);
+        return schedule::Simulator(job, steps)
+            .run(converted.orders, times ? schedule::Detail::Times : schedule::Detail::Summary);
       },
       nb::arg("job"), nb::arg("orders"), nb::arg("steps"), nb::arg("times") = true);
   m.def(

@@ -39,8 +39,9 @@ using Links = std::vector<std::tuple<std::int32_t, std::int32_t, double, double>
 
 schedule::Job to_job(std::int32_t replicas, std::int32_t microbatches, Durations durations, std::vector<double> slow,
                      std::vector<double> port, Durations latency, Durations occupancy, const Links& links, double hand_over,
-                     bool hands_over, bool half_duplex, const std::string& blocking, std::vector<std::uint8_t> changing, bool barrier, std::vector<std::int32_t> holder,
-                     std::vector<std::int32_t> home, std::vector<std::vector<std::int32_t>> columns, const nb::dict& rule) {
+                     bool hands_over, bool half_duplex, const std::string& blocking, std::vector<std::uint8_t> changing,
+                     bool barrier, std::vector<std::int32_t> holder, std::vector<std::int32_t> home,
+                     std::vector<std::vector<std::int32_t>> columns, const nb::dict& rule) {
   schedule::Job job;
   if (durations.size() != 5) throw std::invalid_argument("durations: expected those of F, I, W, STEP and REDUCE");
   job.rule = to_job_rule(rule);
@@ -108,9 +109,7 @@ void check(const schedule::Job& job, const std::vector<schedule::JobOrder>& orde
 }  // namespace
 
 schedule::Blocking to_blocking(const std::string& value) {
-  return value == "none"   ? schedule::Blocking::None
-         : value == "send" ? schedule::Blocking::Send
-                           : schedule::Blocking::Both;
+  return value == "none" ? schedule::Blocking::None : value == "send" ? schedule::Blocking::Send : schedule::Blocking::Both;
 }
 
 schedule::JobRule to_job_rule(const nb::dict& table) {
@@ -131,7 +130,9 @@ schedule::JobRule to_job_rule(const nb::dict& table) {
   for (std::size_t kind = 0; kind < rule.size(); ++kind) {
     for (const nb::handle given : nb::cast<nb::tuple>(table[kinds[kind]])) {
       const auto fields = nb::cast<nb::tuple>(given);  // a named tuple: offset, kinds, later, when
-      schedule::JobRow row{nb::cast<std::int32_t>(fields[0]), {}, nb::cast<std::int32_t>(fields[2]),
+      schedule::JobRow row{nb::cast<std::int32_t>(fields[0]),
+                           {},
+                           nb::cast<std::int32_t>(fields[2]),
                            static_cast<schedule::When>(place(whens, fields[3]))};
       for (const nb::handle met_by : nb::cast<nb::tuple>(fields[1])) {
         row.kinds.push_back(static_cast<schedule::JobKind>(place(kinds, met_by)));
@@ -144,10 +145,11 @@ schedule::JobRule to_job_rule(const nb::dict& table) {
 }
 
 void bind_replicas(nb::module_& m) {
-  nb::class_<schedule::Job>(m, "Job").def(
-      nb::new_(&to_job), nb::kw_only(), nb::arg("replicas"), nb::arg("microbatches"), nb::arg("durations"), nb::arg("slow"),
-      nb::arg("port"), nb::arg("latency"), nb::arg("occupancy"), nb::arg("links"), nb::arg("hand_over"), nb::arg("hands_over"),
-      nb::arg("half_duplex"), nb::arg("blocking"), nb::arg("changing"), nb::arg("barrier"), nb::arg("holder"), nb::arg("home"), nb::arg("columns"), nb::arg("rule"));
+  nb::class_<schedule::Job>(m, "Job").def(nb::new_(&to_job), nb::kw_only(), nb::arg("replicas"), nb::arg("microbatches"),
+                                          nb::arg("durations"), nb::arg("slow"), nb::arg("port"), nb::arg("latency"),
+                                          nb::arg("occupancy"), nb::arg("links"), nb::arg("hand_over"), nb::arg("hands_over"),
+                                          nb::arg("half_duplex"), nb::arg("blocking"), nb::arg("changing"), nb::arg("barrier"),
+                                          nb::arg("holder"), nb::arg("home"), nb::arg("columns"), nb::arg("rule"));
 
   m.def(
       "search_period",

@@ -239,7 +239,7 @@ def test_no_equation_exceeds_the_planners_bound(seed: int, links: bool, limited:
     case = random_case(seed, links=links)
     simulation = simulate(random_job_program(case, seed), case)
     if limited:
-        simulation = replace(simulation, case=replace(case, memory=tuple(max(simulation.held) for _ in range(case.stages))))
+        simulation = replace(simulation, given=replace(case, memory=tuple(max(simulation.held) for _ in range(case.stages))))
     routing = simulation.program.routing
     numbers = JobNumbers(simulation, routing)
     lines = [*numbers.of_stages(), *numbers.of_workers(), *numbers.of_messages(), *numbers.of_recut()]

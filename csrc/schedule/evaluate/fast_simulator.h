@@ -103,7 +103,7 @@ class FastSimulator {
   const std::size_t stages_, microbatches_;
   const bool sender_waits_, receiver_waits_;
   std::vector<Directed> forward_, backward_;
-  std::vector<double> link_free_;  // per directed link between two ranks
+  std::vector<double> link_free_;                    // per directed link between two ranks
   Trace trace_, kept_;                               // of the step last timed, and of the one last kept: empty before
   std::vector<std::uint32_t> forwards_, gradients_;  // per stage, how many have run
   std::vector<std::uint32_t> weight_grads_;          // the same

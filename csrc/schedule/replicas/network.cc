@@ -20,12 +20,6 @@ Network::Network(const Job& given, const std::vector<JobOrder>& orders) : job(gi
     for (const JobOp& op : orders[worker])
       connect(nodes[static_cast<std::size_t>(node++)], op, static_cast<std::int32_t>(worker));
   }
-  sends.resize(nodes.size());
-  for (const JobNode& one : nodes) {
-    for (const Need& need : one.needs) {
-      if (need.transfer != kNone) sends[static_cast<std::size_t>(need.node)].push_back(need.transfer);
-    }
-  }
 }
 
 void Network::number(const JobOp& op) {

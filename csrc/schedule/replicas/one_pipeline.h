@@ -17,11 +17,11 @@ struct PipelinePlan {
 };
 
 struct PipelineSearch {
-  std::int64_t effort;         // as those of PeriodSearch
-  std::uint64_t seed;          //
-  double enough;               //
-  std::function<bool()> stop;  //
-  std::vector<JobOrder> start;   // F, I and W of each rank, tried first and made to fit the memory; may be empty
+  std::int64_t effort;          // as those of PeriodSearch
+  std::uint64_t seed;           //
+  double enough;                //
+  std::function<bool()> stop;   //
+  std::vector<JobOrder> start;  // F, I and W of each rank, tried first and made to fit the memory; may be empty
 };
 
 // Requires an edge whose directions don't share it, and communication that doesn't block.

@@ -22,8 +22,8 @@ enum class WeightGrads : std::uint8_t { Placed, Filled };
 // ago. WeightGrads::Filled requires FastSimulator::fills(problem).
 class LocalSearch final : public SearchArm {
  public:
-  LocalSearch(const Problem& problem, const std::vector<std::int32_t>& in_flight, WeightGrads weight_grads, Evaluator& evaluator,
-              Rng& rng);
+  LocalSearch(const Problem& problem, const std::vector<std::int32_t>& in_flight, WeightGrads weight_grads,
+              Evaluator& evaluator, Rng& rng);
 
   // Starts again from the evaluator's best orders if they are not this search's own.
   double begin_turn() override;

@@ -20,8 +20,7 @@ constexpr double kPrecision = 1e-3;
 
 class SpareMemory {
  public:
-  SpareMemory(const Problem& problem, const std::vector<Order>& orders, double at_most, std::int64_t effort,
-              std::int32_t steps)
+  SpareMemory(const Problem& problem, const std::vector<Order>& orders, double at_most, std::int64_t effort, std::int32_t steps)
       : problem_(problem),
         steps_(steps),
         evaluator_(problem, std::vector<std::int32_t>(problem.placement.size(), problem.microbatches)),
@@ -127,8 +126,8 @@ class SpareMemory {
 
 }  // namespace
 
-std::vector<Order> spare_memory(const Problem& problem, const std::vector<Order>& orders, double at_most,
-                                std::int64_t effort, std::int32_t steps) {
+std::vector<Order> spare_memory(const Problem& problem, const std::vector<Order>& orders, double at_most, std::int64_t effort,
+                                std::int32_t steps) {
   return SpareMemory(problem, orders, at_most, effort, steps).run();
 }
 

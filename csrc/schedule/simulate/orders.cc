@@ -10,13 +10,17 @@ namespace adaptra::schedule {
 Contents contents_of(const Job& job, const std::vector<JobOrder>& orders) {
   constexpr unsigned kForward = bit_of(JobKind::F), kAll = kForward | bit_of(JobKind::I) | bit_of(JobKind::W);
   std::vector<std::uint8_t> made(job.holder.size(), 0);
+  bool updates = false;
   if (orders.size() != job.slow.size()) return Contents::Misplaced;
   for (std::size_t worker = 0; worker < orders.size(); ++worker) {
     for (const JobOp& op : orders[worker]) {
       const bool exists = op.replica >= 0 && op.replica < job.replicas && op.stage >= 0 && op.stage < job.stages &&
                           op.microbatch >= 0 && op.microbatch < job.microbatches;
       if (!exists) return Contents::Misplaced;
-      if (op.kind == JobKind::Reduce || op.kind == JobKind::Step) continue;
+      if (op.kind == JobKind::Reduce || op.kind == JobKind::Step) {
+        updates = true;
+        continue;
+      }
       const std::size_t index = job.index(op.replica, op.stage, op.microbatch);
       if (job.holder[index] != static_cast<std::int32_t>(worker)) return Contents::Misplaced;
       const unsigned bits = op.kind == JobKind::B ? kAll - kForward : bit_of(op.kind);
@@ -27,14 +31,14 @@ Contents contents_of(const Job& job, const std::vector<JobOrder>& orders) {
   const auto all = [&](unsigned bits) {
     return std::all_of(made.begin(), made.end(), [bits](std::uint8_t found) { return found == bits; });
   };
-  return all(kAll) ? Contents::Whole : all(kForward) ? Contents::Forwards : Contents::Partial;
+  if (all(kAll)) return Contents::Whole;
+  return updates ? Contents::Misplaced : all(kForward) ? Contents::Forwards : Contents::Partial;
 }
 
 Peaks peaks(const Cost& cost, const std::vector<JobOrder>& orders) {
   const auto is_forward = [](const JobOp& op) { return op.kind == JobKind::F; };
-  const bool forward_only = std::all_of(orders.begin(), orders.end(), [&](const JobOrder& order) {
-    return std::all_of(order.begin(), order.end(), is_forward);
-  });
+  const bool forward_only = std::all_of(
+      orders.begin(), orders.end(), [&](const JobOrder& order) { return std::all_of(order.begin(), order.end(), is_forward); });
   Peaks found;
   found.in_flight.assign(cost.forward.size(), 0);
   found.memory.assign(orders.size(), 0.0);

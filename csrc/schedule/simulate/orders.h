@@ -8,8 +8,9 @@
 
 namespace adaptra::schedule {
 
-// How much of a step orders hold. Misplaced: an op is not on its holder, names what does not exist, or occurs twice. Forwards:
-// every F and nothing else. Whole: F, and I with W or B, of every microbatch on every stage.
+// How much of a step orders hold. Misplaced: an op is not on its holder, names what does not exist, or occurs twice; or Reduce
+// or Step end a step that is not whole. Forwards: every F and nothing else. Whole: F, and I with W or B, of every microbatch on
+// every stage.
 enum class Contents : std::uint8_t { Misplaced, Partial, Forwards, Whole };
 
 [[nodiscard]] Contents contents_of(const Job& job, const std::vector<JobOrder>& orders);

@@ -37,8 +37,7 @@ Simulator::Simulator(const Job& job, std::int32_t steps)
       needs_time_order_(job.half_duplex || job.blocking == Blocking::Both ||
                         std::any_of(job.port.begin(), job.port.end(), [](double time) { return time > 0.0; })) {
   for (std::int32_t stage = 0; stage < job.stages; ++stage) {
-    for (std::size_t kind = 0; kind < kJobKinds; ++kind)
-      duration_.push_back(job.duration(stage, static_cast<JobKind>(kind)));
+    for (std::size_t kind = 0; kind < kJobKinds; ++kind) duration_.push_back(job.duration(stage, static_cast<JobKind>(kind)));
   }
   for (const std::vector<std::int32_t>& column : job.columns) reduces_ += column.size();
 }
@@ -48,8 +47,8 @@ void Simulator::reset(const std::vector<JobOrder>& orders, Detail detail) {
   times_wanted_ = detail == Detail::Times;
   const auto is_forward = [](const JobOp& op) { return op.kind == JobKind::F; };
   const bool forward_only = steps_ > 2 && std::all_of(orders.begin(), orders.end(), [&](const JobOrder& order) {
-    return std::all_of(order.begin(), order.end(), is_forward);
-  });
+                              return std::all_of(order.begin(), order.end(), is_forward);
+                            });
   slots_.resize(static_cast<std::size_t>(forward_only ? steps_ : std::min(steps_, 2)));
   for (Slot& slot : slots_) {
     slot.there.assign(job_.holder.size() * rule_.columns, -1.0);
@@ -92,14 +91,16 @@ Simulated Simulator::run(const std::vector<JobOrder>& orders, Detail detail) {
     result_.complete = result_.complete && workers_[worker].step == steps_;
     const double* const ends = ends_.data() + worker * count;
     result_.makespan = std::max(result_.makespan, ends[0]);
-    if (steps_ > 1) result_.period = std::max(result_.period, (ends[count - 1] - ends[half - 1]) / static_cast<double>(count - half));
+    if (steps_ > 1)
+      result_.period = std::max(result_.period, (ends[count - 1] - ends[half - 1]) / static_cast<double>(count - half));
   }
   return std::move(result_);
 }
 
 // The time since which all inputs of `op` are there; negative while one is missing.
 double Simulator::inputs_there(std::int32_t worker, const JobOp& op) const {
-  const double* const known = workers_[at(worker)].slot->there.data() + job_.index(op.replica, op.stage, op.microbatch) * rule_.columns;
+  const double* const known =
+      workers_[at(worker)].slot->there.data() + job_.index(op.replica, op.stage, op.microbatch) * rule_.columns;
   double there = 0.0;
   for (const Column& column : rule_.needs[static_cast<std::size_t>(op.kind)]) {
     const std::int32_t stage = op.stage + column.offset, microbatch = op.microbatch + column.later;

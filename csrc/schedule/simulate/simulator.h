@@ -84,9 +84,9 @@ class Simulator {
     const JobOp* end = nullptr;   // of its order
     Slot* slot = nullptr;         // of its step
     std::int32_t step = 0;
-    double free = 0.0;     // the time from which it may start an op
-    bool queued = true;    // whether it is among those to be looked at
-    bool running = false;  // whether its next op has begun, or will at a time that is known
+    double free = 0.0;      // the time from which it may start an op
+    bool queued = true;     // whether it is among those to be looked at
+    bool running = false;   // whether its next op has begun, or will at a time that is known
     bool has_come = false;  // whether its next op is a Reduce to which it has come
   };
   struct Reduction {
@@ -129,9 +129,10 @@ class Simulator {
   const Job& job_;
   const std::int32_t steps_;
   const CompiledRule rule_;
-  std::vector<double> duration_;                         // per stage and kind
-  std::vector<std::vector<Way>> ways_;                   // per sending worker
-  std::vector<std::vector<std::pair<std::int32_t, std::size_t>>> numbers_;  // per first worker: the second one, and the resource
+  std::vector<double> duration_;        // per stage and kind
+  std::vector<std::vector<Way>> ways_;  // per sending worker
+  std::vector<std::vector<std::pair<std::int32_t, std::size_t>>>
+      numbers_;  // per first worker: the second one, and the resource
   bool needs_time_order_;
   std::size_t reduces_ = 0;  // the Reduce ops of one step
 
@@ -140,8 +141,8 @@ class Simulator {
   std::vector<Slot> slots_;
   std::vector<Worker> workers_;
   std::vector<double> resource_free_;
-  std::vector<std::int32_t> ready_;       // the workers to be looked at
-  std::vector<std::int32_t> at_barrier_;  // the workers that wait there
+  std::vector<std::int32_t> ready_;             // the workers to be looked at
+  std::vector<std::int32_t> at_barrier_;        // the workers that wait there
   std::vector<std::vector<Travel>> under_way_;  // per worker, the messages to it, where they hold it
   std::vector<double> ends_;                    // per worker and step: the end of its last op
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
