@@ -43,11 +43,11 @@ struct Simulated {
   bool complete = false;  // false: a deadlock, and every other field is meaningless
   double makespan = 0.0;  // the end of the first step
   double period = 0.0;    // of several steps: the steady distance between their ends, of the slowest worker
-  // Empty without Detail::Times. Per worker: the time for which it works in the first step, and that of its first and last op,
-  // zero for one without ops; its ops, once per step. The messages of the first step, in no promised order.
+  // The rest is empty without Detail::Times. Of the first step, per worker: the time for which it works, the start of its first
+  // op and the end of its last one. They are zero for a worker without ops.
   std::vector<double> busy, first_start, last_end;
-  std::vector<std::vector<Interval>> ops;
-  std::vector<Message> messages;
+  std::vector<std::vector<Interval>> ops;  // per worker: of its order, once per step
+  std::vector<Message> messages;           // of the first step, in no promised order
 };
 
 // The ops of one pipeline as those of a job of one replica.
@@ -55,7 +55,7 @@ struct Simulated {
 
 // Simulates again and again under different orders. The period is taken between the ends of the middle and of the last step.
 //
-// Steps of training overlap by less than two: a worker reaches step k + 2 only when every worker of its replica has come to
+// Steps of training overlap by less than two. A worker reaches step k + 2 only when every worker of its replica has come to
 // step k + 1. So two slots hold all that any op still needs. Forwards alone have a slot for each step.
 class Simulator {
  public:
