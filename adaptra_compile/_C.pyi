@@ -17,48 +17,58 @@ class Orders:
 
 @final
 class Simulated:
-    """The result of a simulation. Tuples have one entry per rank, ``peak_in_flight`` one per stage."""
+    """The result of a simulation. Tuples have one entry per worker; all but the period are of the first step."""
 
     @property
     def complete(self) -> bool:
-        """False if the ranks deadlock, or an op is misplaced or occurs twice. No other result is valid then."""
+        """False if the workers deadlock, or an op is misplaced, occurs twice, or is missing where steps repeat.
+
+        No other result is valid then.
+        """
 
     @property
     def makespan(self) -> float: ...
+    @property
+    def period(self) -> float:
+        """Zero if one step was simulated."""
+
     @property
     def busy(self) -> tuple[float, ...]: ...
     @property
     def first_start(self) -> tuple[float, ...]: ...
     @property
     def last_end(self) -> tuple[float, ...]: ...
-    @property
-    def peak_in_flight(self) -> tuple[int, ...]: ...
-    @property
-    def peak_memory(self) -> tuple[float, ...]: ...
-    def intervals(self, rank: int) -> bytes:
-        """One record ``=2d`` per compute op of the rank, in its order: start, end."""
+    def intervals(self, worker: int) -> bytes:
+        """One record ``=2d`` per op of the worker's order, once per step: start, end."""
 
     def messages(self) -> bytes:
-        """One record ``=3i4x3d`` per message: source stage, destination stage, microbatch; posted, departed, arrived."""
+        """One record ``=4i3d`` per message: replica, sending and receiving stage, microbatch; posted, departed, arrived."""
 
 def to_orders(orders: tuple[tuple[Op, ...], ...]) -> Orders:
-    """Copy the compute ops of a program out of Python."""
+    """Copy the ops of a program that occupy a worker out of Python.
 
-def simulate(program: Program, cost: CostModel, orders: Orders, rule: Mapping[Kind, Sequence[Row]]) -> Simulated:
-    """Simulate ``orders``, with ``program``'s placement and microbatches, under the rule. Releases the interpreter lock.
+    Raises:
+        ValueError: A stage, replica or microbatch is negative or too large.
+    """
+
+def pipeline_job(program: Program, cost: CostModel, rule: Mapping[Kind, Sequence[Row]]) -> Job:
+    """Return the job of one replica with ``program``'s placement and microbatches, whose REDUCE and STEP take no time.
 
     Raises:
         ValueError: The program and the cost model have different numbers of stages.
     """
 
-def period_of(
-    program: Program, cost: CostModel, orders: Orders, rule: Mapping[Kind, Sequence[Row]], steps: int
-) -> float | None:
-    """Return the period of ``orders`` over so many steps in a row; None as where :func:`simulate` is not complete.
+def simulate(job: Job, orders: Orders, steps: int, times: bool = True) -> Simulated:
+    """Simulate so many steps in a row. Releases the interpreter lock.
+
+    Without ``times`` the result has the makespan and the period alone.
 
     Raises:
-        ValueError: As of :func:`simulate`, or there are fewer than two steps.
+        ValueError: There is no step, or needs of the job's rule span more than neighbouring stages.
     """
+
+def peaks(cost: CostModel, orders: Orders) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return the most microbatches in flight per stage on one worker, and the most memory held per worker."""
 
 def search_period_of(
     planning_case: Case,
@@ -101,6 +111,8 @@ class Job:
         links: Sequence[tuple[int, int, float, float]],
         hand_over: float,
         hands_over: bool,
+        half_duplex: bool,
+        blocking: str,
         changing: Sequence[bool],
         barrier: bool,
         holder: Sequence[int],
@@ -108,28 +120,6 @@ class Job:
         columns: Sequence[Sequence[int]],
         rule: Mapping[Kind, Sequence[Row]],
     ) -> None: ...
-
-@final
-class SimulatedPeriod:
-    """The result of simulating several steps of several replicas."""
-
-    @property
-    def complete(self) -> bool:
-        """False if the workers deadlock. No other result is valid then."""
-
-    @property
-    def period(self) -> float: ...
-    @property
-    def makespan(self) -> float: ...
-    def intervals(self, worker: int) -> bytes:
-        """One record ``=2d`` per op of the worker's order, once per step: start, end."""
-
-def simulate_period(job: Job, orders: Sequence[bytes], steps: int) -> SimulatedPeriod:
-    """Simulate steps of all workers' orders. Releases the interpreter lock.
-
-    Raises:
-        ValueError: An op names what does not exist, is on another worker, occurs twice or is missing.
-    """
 
 def search_period(
     job: Job, memory: Sequence[int], effort: int, seed: int, seconds: float | None, enough: float

@@ -37,7 +37,7 @@ from adaptra.planning.routes.period_bound import flow_bound, period_bound
 from adaptra.program import Program
 from adaptra.simulation.case import Case, WorkerLink
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.period import simulate_period
+from adaptra.simulation.simulate import simulate
 
 Lost = tuple[tuple[int, int], ...]
 
@@ -103,7 +103,7 @@ def random_cases(count: int, seed: int, *, late: bool = False) -> Iterator[Case]
 def planned(case: Case, budget: float) -> tuple[Program, float, float]:
     """The plan, its period, and the bound that no order beats."""
     program = plan_job(case, budget=budget)
-    return program, simulate_period(program, case).period, period_bound(case, program.routing).value
+    return program, simulate(program, case).period, period_bound(case, program.routing).value
 
 
 def published_rows(budget: float) -> Iterator[Row]:
@@ -172,7 +172,7 @@ def large_rows() -> Iterator[Row]:
         program = plan_job(lost, budget=1.0)
         seconds = time.perf_counter() - started
         limit = (case.workers - count) / case.workers
-        throughput = healthy / simulate_period(program, lost).period
+        throughput = healthy / simulate(program, lost).period
         name = f"1,504 workers, {count} lost"
         yield Row(f"{name}: throughput ÷ that of the workers left", throughput / limit, 0.985, "", 1)
         yield Row(f"{name}: seconds to plan", seconds, None, "s", 1)
@@ -261,7 +261,7 @@ def remedy_rows(budget: float) -> Iterator[Row]:
         started = time.process_time()
         found = compare_remedies(case_of(map(noisy, costs), microbatches, stages), running.program, budget=4 * budget)
         seconds = time.process_time() - started
-        period = simulate_period(found.best.program, case_of(costs, microbatches, stages)).period
+        period = simulate(found.best.program, case_of(costs, microbatches, stages)).period
         where = f"{replicas}×{stages}, {name}: {found.best.kind.value}"
         yield Row(f"{where}: period ÷ healthy", period / running.period, bar, "", 1)
         yield Row(f"{where}: processor seconds to compare", seconds, 0.3, "s", 1)
@@ -306,7 +306,7 @@ def judged_rows(judge: str, count: int) -> Iterator[Row]:
             shown = subprocess.run(
                 [sys.executable, judge, *map(str, files)], capture_output=True, text=True, check=False
             ).stdout
-            theirs, ours = json.loads(shown), simulate_period(program, case)
+            theirs, ours = json.loads(shown), simulate(program, case)
             same = (theirs.get("period"), theirs.get("makespan"), theirs.get("peak"))
             differing += same != (ours.period, ours.makespan, max(ours.held))
     yield Row("random programs that the judge times otherwise", differing, 0.0, "programs", count)

@@ -86,10 +86,10 @@ def measure(runs: int) -> Iterator[Row]:
             if simulate_in_python(program, cost) != simulate(program, cost).makespan:
                 raise AssertionError(f"{size}: the baseline finds another makespan")
             baseline = 1e3 * median_seconds(min(runs, 3), lambda p=program, c=cost: simulate_in_python(p, c))
-        orders = _C.to_orders(program.orders)
+        orders, job = _C.to_orders(program.orders), _C.pipeline_job(program, cost, RULE)
         whole = median_seconds(runs, lambda p=program, c=cost: simulate(p, c))
         converted = median_seconds(runs, lambda p=program: _C.to_orders(p.orders))
-        simulated = median_seconds(runs, lambda p=program, c=cost, o=orders: _C.simulate(p, c, o, RULE))
+        simulated = median_seconds(runs, lambda j=job, o=orders: _C.simulate(j, o, 1))
         yield Row(f"{size}: whole call", 1e3 * whole, baseline, "ms", runs)
         yield Row(f"{size}: converted", 1e3 * converted, None, "ms", runs)
         yield Row(f"{size}: simulated", 1e3 * simulated, None, "ms", runs)

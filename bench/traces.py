@@ -55,7 +55,7 @@ from adaptra.planning.responses.recut import recuts
 from adaptra.planning.routes.job_planner import plan_job
 from adaptra.progress import shown_progress
 from adaptra.simulation.case import Case
-from adaptra.simulation.period import simulate_period
+from adaptra.simulation.simulate import simulate
 
 FOLDER: Final = Path(__file__).parent / "traces"
 TRACES: Final = ("gcp", "p3", "10m", "30m", "1h", "3h", "6h")
@@ -121,7 +121,7 @@ class Cluster:
             return float("inf")
         around = self.lost(number)
         cases = [around] if number == 0 else [around, *(cut.case for cut in islice(recuts(around, PIECES), CUTS))]
-        return min(simulate_period(plan_job(case), case).period for case in cases)
+        return min(simulate(plan_job(case), case).period for case in cases)
 
     def recycle(self, number: int) -> float:
         """The same share as ReCycle models it: as long as 1F1B, or as the busiest worker of routes around the losses."""

@@ -26,8 +26,8 @@
 #include "schedule/replicas/one_pipeline.h"
 #include "schedule/search/search_orders.h"
 #include "schedule/search/spare_memory.h"
-#include "schedule/simulate/repeated.h"
-#include "schedule/simulate/simulate.h"
+#include "schedule/simulate/orders.h"
+#include "schedule/simulate/simulator.h"
 #include "schedule/simulate/types.h"
 
 namespace nb = nanobind;
@@ -35,7 +35,7 @@ namespace schedule = adaptra::schedule;
 
 namespace {
 
-// The members of adaptra.program.Kind that compute, looked up once per call: an enum member is one object, so comparing
+// The members of adaptra.program.Kind that occupy a worker, looked up once per call: an enum member is one object, so comparing
 // addresses is enough.
 class Kinds {
  public:
@@ -45,7 +45,7 @@ class Kinds {
   }
 
   // False for communication kinds.
-  bool find(PyObject* member, schedule::Kind& kind) const {
+  bool find(PyObject* member, schedule::JobKind& kind) const {
     for (const auto& [name, value] : kNames) {
       if (members_[static_cast<std::size_t>(value)].ptr() == member) {
         kind = value;
@@ -58,40 +58,76 @@ class Kinds {
   [[nodiscard]] nb::handle member(schedule::Kind kind) const { return members_[static_cast<std::size_t>(kind)]; }
 
  private:
-  static constexpr std::array<std::pair<const char*, schedule::Kind>, 4> kNames = {
-      {{"F", schedule::Kind::F}, {"I", schedule::Kind::I}, {"W", schedule::Kind::W}, {"B", schedule::Kind::B}}};
-  std::array<nb::object, 4> members_;
+  using Kind = schedule::JobKind;
+  static constexpr std::array<std::pair<const char*, Kind>, schedule::kJobKinds> kNames = {
+      {{"F", Kind::F}, {"I", Kind::I}, {"W", Kind::W}, {"B", Kind::B}, {"REDUCE", Kind::Reduce}, {"STEP", Kind::Step}}};
+  std::array<nb::object, schedule::kJobKinds> members_;
 };
 
-nb::object attribute(nb::handle object, nb::handle name) {
-  PyObject* value = PyObject_GetAttr(object.ptr(), name.ptr());
-  if (value == nullptr) throw nb::python_error();
-  return nb::steal(value);
-}
-
-std::int32_t to_index(nb::handle value) {
-  const long index = PyLong_AsLong(value.ptr());
+std::int32_t to_index(PyObject* value) {
+  const long index = PyLong_AsLong(value);
   if (index == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
   if (index < 0 || index > INT32_MAX) throw std::invalid_argument("a stage or microbatch number is negative or too large");
   return static_cast<std::int32_t>(index);
 }
 
+// The place at which instances of a class with `__slots__` keep an attribute.
+class Slot {
+ public:
+  Slot(nb::handle type, const char* name) {
+    const nb::object descriptor = type.attr(name);
+    if (!PyObject_TypeCheck(descriptor.ptr(), &PyMemberDescr_Type)) {
+      throw std::logic_error(std::string("no slot is named ") + name);
+    }
+    offset_ = reinterpret_cast<PyMemberDescrObject*>(descriptor.ptr())->d_member->offset;
+  }
+
+  // The attribute of an instance.
+  [[nodiscard]] PyObject* of(nb::handle object) const {
+    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object.ptr()) + offset_);
+  }
+
+  // Sets the attribute of an instance whose slot is empty.
+  void fill(nb::handle object, nb::handle value) const {
+    *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object.ptr()) + offset_) = value.inc_ref().ptr();
+  }
+
+ private:
+  Py_ssize_t offset_;
+};
+
 // adaptra.program.Program.orders without communication ops.
-std::vector<schedule::Order> to_orders(const nb::tuple& orders) {
+std::vector<schedule::JobOrder> to_orders(const nb::tuple& orders) {
   const Kinds kinds;
-  const nb::str stage("stage"), kind_name("kind"), microbatch("microbatch");
-  std::vector<schedule::Order> converted;
+  const nb::object op_type = nb::module_::import_("adaptra.program").attr("Op");
+  const Slot stage(op_type, "stage"), kind_slot(op_type, "kind"), microbatch(op_type, "microbatch"),
+      replica(op_type, "replica");
+  std::vector<schedule::JobOrder> converted;
   converted.reserve(orders.size());
   for (const nb::handle item : orders) {
-    schedule::Order& ops = converted.emplace_back();
+    schedule::JobOrder& ops = converted.emplace_back();
     ops.reserve(nb::len(item));
     for (const nb::handle op : item) {
-      schedule::Kind kind;
-      if (!kinds.find(attribute(op, kind_name).ptr(), kind)) continue;
-      ops.push_back({to_index(attribute(op, stage)), kind, to_index(attribute(op, microbatch))});
+      if (!op.type().is(op_type)) throw std::invalid_argument("orders: expected ops");
+      schedule::JobKind kind;
+      if (!kinds.find(kind_slot.of(op), kind)) continue;
+      ops.push_back({to_index(replica.of(op)), to_index(stage.of(op)), kind, to_index(microbatch.of(op))});
     }
   }
   return converted;
+}
+
+// The compute ops of one pipeline alone.
+std::vector<schedule::Order> of_pipeline(const std::vector<schedule::JobOrder>& orders) {
+  std::vector<schedule::Order> found(orders.size());
+  for (std::size_t rank = 0; rank < orders.size(); ++rank) {
+    found[rank].reserve(orders[rank].size());
+    for (const schedule::JobOp& op : orders[rank]) {
+      if (op.kind == schedule::JobKind::Reduce || op.kind == schedule::JobKind::Step) continue;
+      found[rank].push_back({op.stage, static_cast<schedule::Kind>(op.kind), op.microbatch});
+    }
+  }
+  return found;
 }
 
 std::vector<double> numbers(nb::handle object, const char* name) {
@@ -109,10 +145,7 @@ schedule::Cost to_cost(nb::handle model) {
   cost.occupancy_forward = numbers(model, "occupancy_forward");
   cost.occupancy_backward = numbers(model, "occupancy_backward");
   cost.half_duplex = nb::cast<bool>(nb::getattr(model, "half_duplex"));
-  const auto blocking = nb::cast<std::string>(nb::getattr(nb::getattr(model, "blocking"), "value"));
-  cost.blocking = blocking == "none"   ? schedule::Blocking::None
-                  : blocking == "send" ? schedule::Blocking::Send
-                                       : schedule::Blocking::Both;
+  cost.blocking = to_blocking(nb::cast<std::string>(nb::getattr(nb::getattr(model, "blocking"), "value")));
   cost.memory_forward = numbers(model, "memory_forward");
   cost.memory_input_grad = numbers(model, "memory_input_grad");
   const nb::object limit = nb::getattr(model, "memory_limit");
@@ -121,8 +154,9 @@ schedule::Cost to_cost(nb::handle model) {
 }
 
 // `owner` is an adaptra.program.Program or an adaptra.simulation.case.Case: both have a placement and microbatches.
-schedule::Problem to_problem(nb::handle owner, nb::handle model) {
+schedule::Problem to_problem(nb::handle owner, nb::handle model, schedule::JobRule rule) {
   schedule::Problem problem;
+  problem.rule = std::move(rule);
   problem.cost = to_cost(model);
   problem.microbatches = nb::cast<std::int32_t>(nb::getattr(owner, "microbatches"));
   problem.placement = nb::cast<std::vector<std::int32_t>>(nb::getattr(owner, "placement"));
@@ -132,47 +166,6 @@ schedule::Problem to_problem(nb::handle owner, nb::handle model) {
   for (const std::int32_t rank : problem.placement) problem.ranks = std::max(problem.ranks, rank + 1);
   return problem;
 }
-
-// adaptra.program.dependencies.RULE, without the rows of communication ops and those that count between two workers of a stage,
-// as one pipeline has none.
-schedule::Rule to_rule(const nb::dict& table) {
-  const Kinds kinds;
-  schedule::Rule rule;
-  for (const auto& [member, rows] : table) {
-    schedule::Kind kind;
-    if (!kinds.find(member.ptr(), kind)) continue;
-    for (const nb::handle row : rows) {
-      if (nb::cast<std::int32_t>(nb::getattr(row, "later")) != 0) continue;
-      std::uint8_t mask = 0;
-      for (const nb::handle met_by : nb::getattr(row, "kinds")) {
-        schedule::Kind producer;
-        if (kinds.find(met_by.ptr(), producer)) mask = static_cast<std::uint8_t>(mask | schedule::bit_of(producer));
-      }
-      rule.push_back({kind, nb::cast<std::int32_t>(nb::getattr(row, "offset")), mask});
-    }
-  }
-  return rule;
-}
-
-// The place at which instances of a class with `__slots__` keep an attribute.
-class Slot {
- public:
-  Slot(nb::handle type, const char* name) {
-    const nb::object descriptor = type.attr(name);
-    if (!PyObject_TypeCheck(descriptor.ptr(), &PyMemberDescr_Type)) {
-      throw std::logic_error(std::string("no slot is named ") + name);
-    }
-    offset_ = reinterpret_cast<PyMemberDescrObject*>(descriptor.ptr())->d_member->offset;
-  }
-
-  // Sets the attribute of an instance whose slot is empty.
-  void fill(nb::handle object, nb::handle value) const {
-    *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object.ptr()) + offset_) = value.inc_ref().ptr();
-  }
-
- private:
-  Py_ssize_t offset_;
-};
 
 // Keeps Python from collecting garbage. Many objects made at once would start a collection through all the objects of torch.
 class WithoutCollecting {
@@ -242,47 +235,54 @@ nb::bytes to_bytes(const std::vector<Record>& records) {
 
 // Orders converted from Python, so that converting and simulating are two calls, timed apart.
 struct Orders {
-  std::vector<schedule::Order> orders;
-};
-
-// The result of a simulation, and the peaks, which its orders alone decide.
-struct Simulated {
-  schedule::Result result;
-  schedule::Peaks peaks;
+  std::vector<schedule::JobOrder> orders;
 };
 
 void bind_simulation(nb::module_& m) {
+  using schedule::Simulated;
   nb::class_<Simulated>(m, "Simulated")
-      .def_prop_ro("complete", [](const Simulated& self) { return self.result.complete; })
-      .def_prop_ro("makespan", [](const Simulated& self) { return self.result.makespan; })
-      .def_prop_ro("busy", [](const Simulated& self) { return to_tuple(self.result.busy); })
-      .def_prop_ro("first_start", [](const Simulated& self) { return to_tuple(self.result.first_start); })
-      .def_prop_ro("last_end", [](const Simulated& self) { return to_tuple(self.result.last_end); })
-      .def_prop_ro("peak_in_flight", [](const Simulated& self) { return to_tuple(self.peaks.in_flight); })
-      .def_prop_ro("peak_memory", [](const Simulated& self) { return to_tuple(self.peaks.memory); })
+      .def_ro("complete", &Simulated::complete)
+      .def_ro("makespan", &Simulated::makespan)
+      .def_ro("period", &Simulated::period)
+      .def_prop_ro("busy", [](const Simulated& self) { return to_tuple(self.busy); })
+      .def_prop_ro("first_start", [](const Simulated& self) { return to_tuple(self.first_start); })
+      .def_prop_ro("last_end", [](const Simulated& self) { return to_tuple(self.last_end); })
       .def(
-          "intervals", [](const Simulated& self, std::size_t rank) { return to_bytes(self.result.ops.at(rank)); },
-          nb::arg("rank"))
-      .def("messages", [](const Simulated& self) { return to_bytes(self.result.messages); });
+          "intervals", [](const Simulated& self, std::size_t worker) { return to_bytes(self.ops.at(worker)); },
+          nb::arg("worker"))
+      .def("messages", [](const Simulated& self) { return to_bytes(self.messages); });
 
   nb::class_<Orders>(m, "Orders").def("__len__", [](const Orders& self) {
     std::size_t ops = 0;
-    for (const schedule::Order& order : self.orders) ops += order.size();
+    for (const schedule::JobOrder& order : self.orders) ops += order.size();
     return ops;
   });
 
   m.def("to_orders", [](const nb::tuple& orders) { return Orders{to_orders(orders)}; }, nb::arg("orders"));
   m.def(
-      "simulate",
-      [](nb::handle program, nb::handle cost, const Orders& converted, const nb::dict& rule) {
-        const std::vector<schedule::Order>& orders = converted.orders;
-        const schedule::Problem problem = to_problem(program, cost);
-        const schedule::Rule rows = to_rule(rule);
-        const nb::gil_scoped_release release;
-        if (!schedule::well_formed(problem, orders)) return Simulated{};
-        return Simulated{schedule::simulate(problem, orders, rows, schedule::Detail::Times), schedule::peaks(problem, orders)};
+      "pipeline_job",
+      [](nb::handle program, nb::handle cost, const nb::dict& rule) {
+        return schedule::job_of(to_problem(program, cost, to_job_rule(rule)));
       },
-      nb::arg("program"), nb::arg("cost"), nb::arg("orders"), nb::arg("rule"));
+      nb::arg("program"), nb::arg("cost"), nb::arg("rule"));
+  m.def(
+      "simulate",
+      [](const schedule::Job& job, const Orders& converted, std::int32_t steps, bool times) {
+        if (steps < 1) throw std::invalid_argument("expected at least one step");
+        const nb::gil_scoped_release release;
+        const schedule::Contents contents = schedule::contents_of(job, converted.orders);
+        if (contents < (steps == 1 ? schedule::Contents::Partial : schedule::Contents::Forwards)) return Simulated{};
+        return schedule::Simulator(job, steps)
+            .run(converted.orders, times ? schedule::Detail::Times : schedule::Detail::Summary);
+      },
+      nb::arg("job"), nb::arg("orders"), nb::arg("steps"), nb::arg("times") = true);
+  m.def(
+      "peaks",
+      [](nb::handle cost, const Orders& converted) {
+        const schedule::Peaks found = schedule::peaks(to_cost(cost), converted.orders);
+        return nb::make_tuple(to_tuple(found.in_flight), to_tuple(found.memory));
+      },
+      nb::arg("cost"), nb::arg("orders"));
 }
 
 const char* name_of(schedule::BoundKind kind) {
@@ -303,7 +303,7 @@ void bind_bounds(nb::module_& m) {
   m.def(
       "lower_bound",
       [](nb::handle planning_case) {
-        const schedule::Problem problem = to_problem(planning_case, nb::getattr(planning_case, "cost"));
+        const schedule::Problem problem = to_problem(planning_case, nb::getattr(planning_case, "cost"), {});
         schedule::Bound bound;
         {
           const nb::gil_scoped_release release;
@@ -337,8 +337,7 @@ void bind_search(nb::module_& m) {
          const std::vector<std::pair<std::vector<std::int32_t>, std::vector<std::int32_t>>>& alternations, std::int64_t effort,
          std::uint64_t seed, std::optional<double> seconds, const nb::dict& rule, double enough,
          const Orders* start) -> nb::object {
-        const schedule::Problem problem = to_problem(planning_case, nb::getattr(planning_case, "cost"));
-        const schedule::Rule rows = to_rule(rule);
+        const schedule::Problem problem = to_problem(planning_case, nb::getattr(planning_case, "cost"), to_job_rule(rule));
         const auto one_per_stage = [&](const std::vector<std::int32_t>& counts) {
           if (counts.size() != problem.placement.size()) throw std::invalid_argument("expected one number per stage");
         };
@@ -350,11 +349,11 @@ void bind_search(nb::module_& m) {
         }
         schedule::SearchOptions options{in_flight, warm_ups, {}, {}, effort, seed, enough, Deadline(seconds)};
         for (const auto& [warm_up, deferred] : alternations) options.alternations.push_back({warm_up, deferred});
-        if (start != nullptr) options.start = start->orders;
+        if (start != nullptr) options.start = of_pipeline(start->orders);
         std::optional<schedule::Plan> plan;
         {
           const nb::gil_scoped_release release;
-          plan = schedule::search_orders(problem, rows, options);
+          plan = schedule::search_orders(problem, options);
         }
         if (!plan) return nb::none();
         return nb::make_tuple(plan->makespan, to_python(plan->orders, problem.microbatches));
@@ -365,12 +364,11 @@ void bind_search(nb::module_& m) {
       "spare_memory",
       [](nb::handle planning_case, const Orders& orders, double at_most, std::int64_t effort, const nb::dict& rule,
          std::int32_t steps) {
-        const schedule::Problem problem = to_problem(planning_case, nb::getattr(planning_case, "cost"));
-        const schedule::Rule rows = to_rule(rule);
+        const schedule::Problem problem = to_problem(planning_case, nb::getattr(planning_case, "cost"), to_job_rule(rule));
         std::vector<schedule::Order> found;
         {
           const nb::gil_scoped_release release;
-          found = schedule::spare_memory(problem, rows, orders.orders, at_most, effort, steps);
+          found = schedule::spare_memory(problem, of_pipeline(orders.orders), at_most, effort, steps);
         }
         return to_python(found, problem.microbatches);
       },
@@ -380,35 +378,19 @@ void bind_search(nb::module_& m) {
 
 void bind_period(nb::module_& m) {
   m.def(
-      "period_of",
-      [](nb::handle program, nb::handle cost, const Orders& converted, const nb::dict& rule,
-         std::int32_t steps) -> std::optional<double> {
-        if (steps < 2) throw std::invalid_argument("expected at least two steps");
-        const schedule::Problem problem = to_problem(program, cost);
-        const schedule::Rule rows = to_rule(rule);
-        const nb::gil_scoped_release release;
-        if (!schedule::well_formed(problem, converted.orders)) return std::nullopt;
-        return schedule::period_of(problem, converted.orders, rows, steps);
-      },
-      nb::arg("program"), nb::arg("cost"), nb::arg("orders"), nb::arg("rule"), nb::arg("steps"));
-  m.def(
       "search_period_of",
       [](nb::handle planning_case, std::int64_t effort, std::uint64_t seed, std::optional<double> seconds, const nb::dict& rule,
          double enough, const Orders* start) -> nb::object {
-        const schedule::Problem problem = to_problem(planning_case, nb::getattr(planning_case, "cost"));
+        const schedule::Problem problem = to_problem(planning_case, nb::getattr(planning_case, "cost"), to_job_rule(rule));
         if (problem.cost.half_duplex || problem.cost.blocking != schedule::Blocking::None)
           throw std::invalid_argument("expected edges of two directions, and communication that does not block");
-        schedule::PipelineSearch search{to_job_rule(rule), effort, seed, enough, Deadline(seconds), {}};
+        schedule::PipelineSearch search{effort, seed, enough, Deadline(seconds), {}};
         if (start != nullptr) {
-          std::size_t ops = 0;
-          bool is_split = true;
-          for (const schedule::Order& order : start->orders) {
-            ops += order.size();
-            is_split = is_split && std::none_of(order.begin(), order.end(),
-                                                [](const schedule::Op& op) { return op.kind == schedule::Kind::B; });
-          }
-          const std::size_t all = 3 * problem.placement.size() * static_cast<std::size_t>(problem.microbatches);
-          if (!schedule::well_formed(problem, start->orders) || !is_split || ops != all)
+          const bool is_split = std::all_of(start->orders.begin(), start->orders.end(), [](const schedule::JobOrder& order) {
+            return std::all_of(order.begin(), order.end(),
+                               [](const schedule::JobOp& op) { return op.kind <= schedule::JobKind::W; });
+          });
+          if (!is_split || schedule::contents_of(schedule::job_of(problem), start->orders) != schedule::Contents::Whole)
             throw std::invalid_argument("start: expected all F, I and W of the case");
           search.start = start->orders;
         }

@@ -1,4 +1,4 @@
-// The simulator of several replicas in the extension adaptra._C.
+// The search for orders of several replicas in the extension adaptra._C.
 #include "bindings_replicas.h"
 
 #include <nanobind/nanobind.h>
@@ -16,18 +16,18 @@
 #include <cstdint>
 #include <cstring>
 #include <initializer_list>
-#include <numeric>
 #include <optional>
 #include <stdexcept>
+#include <string>
 #include <tuple>
 #include <utility>
 #include <vector>
 
 #include "schedule/replicas/insert_foreign.h"
-#include "schedule/replicas/job.h"
 #include "schedule/replicas/network.h"
-#include "schedule/replicas/period.h"
 #include "schedule/replicas/search_period.h"
+#include "schedule/simulate/job.h"
+#include "schedule/simulate/orders.h"
 
 namespace nb = nanobind;
 namespace schedule = adaptra::schedule;
@@ -39,8 +39,9 @@ using Links = std::vector<std::tuple<std::int32_t, std::int32_t, double, double>
 
 schedule::Job to_job(std::int32_t replicas, std::int32_t microbatches, Durations durations, std::vector<double> slow,
                      std::vector<double> port, Durations latency, Durations occupancy, const Links& links, double hand_over,
-                     bool hands_over, std::vector<std::uint8_t> changing, bool barrier, std::vector<std::int32_t> holder,
-                     std::vector<std::int32_t> home, std::vector<std::vector<std::int32_t>> columns, const nb::dict& rule) {
+                     bool hands_over, bool half_duplex, const std::string& blocking, std::vector<std::uint8_t> changing,
+                     bool barrier, std::vector<std::int32_t> holder, std::vector<std::int32_t> home,
+                     std::vector<std::vector<std::int32_t>> columns, const nb::dict& rule) {
   schedule::Job job;
   if (durations.size() != 5) throw std::invalid_argument("durations: expected those of F, I, W, STEP and REDUCE");
   job.rule = to_job_rule(rule);
@@ -63,6 +64,8 @@ schedule::Job to_job(std::int32_t replicas, std::int32_t microbatches, Durations
   for (const auto& [source, destination, delay, keeps] : links) job.links.push_back({source, destination, delay, keeps});
   job.hand_over = hand_over;
   job.hands_over = hands_over;
+  job.half_duplex = half_duplex;
+  job.blocking = to_blocking(blocking);
   job.changing = std::move(changing);
   job.barrier = barrier;
   job.holder = std::move(holder);
@@ -97,30 +100,17 @@ nb::bytes to_packed(const schedule::JobOrder& order) {
   return nb::bytes(numbers.data(), numbers.size() * sizeof(std::int32_t));
 }
 
-// Refuses what the simulator does not expect, since it looks up by these numbers. The verifier says more.
+// Refuses what the searches do not expect, since they look up by these numbers. The verifier says more.
 void check(const schedule::Job& job, const std::vector<schedule::JobOrder>& orders) {
-  std::vector<std::uint8_t> made(job.holder.size(), 0);
-  if (orders.size() != job.slow.size()) throw std::invalid_argument("orders: expected one per worker");
-  for (std::size_t worker = 0; worker < orders.size(); ++worker) {
-    for (const schedule::JobOp& op : orders[worker]) {
-      const bool exists = op.replica >= 0 && op.replica < job.replicas && op.stage >= 0 && op.stage < job.stages &&
-                          op.microbatch >= 0 && op.microbatch < job.microbatches;
-      if (!exists) throw std::invalid_argument("orders: an op names what does not exist");
-      if (op.kind == schedule::JobKind::Reduce || op.kind == schedule::JobKind::Step) continue;
-      const std::size_t at = job.index(op.replica, op.stage, op.microbatch);
-      if (job.holder[at] != static_cast<std::int32_t>(worker))
-        throw std::invalid_argument("orders: an op is on another worker");
-      const auto bits = static_cast<std::uint8_t>(op.kind == schedule::JobKind::B ? 6U : 1U << static_cast<unsigned>(op.kind));
-      if ((made[at] & bits) != 0) throw std::invalid_argument("orders: an op occurs twice");
-      made[at] = static_cast<std::uint8_t>(made[at] | bits);
-    }
-  }
-  for (const std::uint8_t bits : made) {
-    if (bits != 7) throw std::invalid_argument("orders: a microbatch is not complete");
-  }
+  if (schedule::contents_of(job, orders) != schedule::Contents::Whole)
+    throw std::invalid_argument("orders: expected all ops of the job, once each, on their workers");
 }
 
 }  // namespace
+
+schedule::Blocking to_blocking(const std::string& value) {
+  return value == "none" ? schedule::Blocking::None : value == "send" ? schedule::Blocking::Send : schedule::Blocking::Both;
+}
 
 schedule::JobRule to_job_rule(const nb::dict& table) {
   const auto members = [](nb::handle owner, std::initializer_list<const char*> names) {
@@ -138,13 +128,13 @@ schedule::JobRule to_job_rule(const nb::dict& table) {
   const std::vector<nb::object> whens = members(when, {"ALWAYS", "HANDED_OVER", "CHANGING"});
   schedule::JobRule rule;
   for (std::size_t kind = 0; kind < rule.size(); ++kind) {
-    const nb::object rows = table[kinds[kind]];
-    for (const nb::handle given : rows) {
-      schedule::JobRow row{nb::cast<std::int32_t>(nb::getattr(given, "offset")),
+    for (const nb::handle given : nb::cast<nb::tuple>(table[kinds[kind]])) {
+      const auto fields = nb::cast<nb::tuple>(given);  // a named tuple: offset, kinds, later, when
+      schedule::JobRow row{nb::cast<std::int32_t>(fields[0]),
                            {},
-                           nb::cast<std::int32_t>(nb::getattr(given, "later")),
-                           static_cast<schedule::When>(place(whens, nb::getattr(given, "when")))};
-      for (const nb::handle met_by : nb::getattr(given, "kinds")) {
+                           nb::cast<std::int32_t>(fields[2]),
+                           static_cast<schedule::When>(place(whens, fields[3]))};
+      for (const nb::handle met_by : nb::cast<nb::tuple>(fields[1])) {
         row.kinds.push_back(static_cast<schedule::JobKind>(place(kinds, met_by)));
       }
       rule[kind].push_back(std::move(row));
@@ -155,35 +145,11 @@ schedule::JobRule to_job_rule(const nb::dict& table) {
 }
 
 void bind_replicas(nb::module_& m) {
-  nb::class_<schedule::Job>(m, "Job").def(
-      nb::new_(&to_job), nb::kw_only(), nb::arg("replicas"), nb::arg("microbatches"), nb::arg("durations"), nb::arg("slow"),
-      nb::arg("port"), nb::arg("latency"), nb::arg("occupancy"), nb::arg("links"), nb::arg("hand_over"), nb::arg("hands_over"),
-      nb::arg("changing"), nb::arg("barrier"), nb::arg("holder"), nb::arg("home"), nb::arg("columns"), nb::arg("rule"));
-
-  nb::class_<schedule::Period>(m, "SimulatedPeriod")
-      .def_ro("complete", &schedule::Period::complete)
-      .def_ro("period", &schedule::Period::period)
-      .def_ro("makespan", &schedule::Period::makespan)
-      .def(
-          "intervals",
-          [](const schedule::Period& self, std::size_t worker) {
-            const std::vector<schedule::Interval>& ops = self.ops.at(worker);
-            return nb::bytes(ops.data(), ops.size() * sizeof(schedule::Interval));
-          },
-          nb::arg("worker"));
-
-  m.def(
-      "simulate_period",
-      [](const schedule::Job& job, const std::vector<nb::bytes>& packed, std::int32_t steps) {
-        const std::vector<schedule::JobOrder> orders = to_orders(packed);
-        check(job, orders);
-        const nb::gil_scoped_release without_gil;
-        const schedule::Network network(job, orders);
-        std::vector<std::int32_t> sequence(network.nodes.size());
-        std::iota(sequence.begin(), sequence.end(), 0);
-        return schedule::PeriodSimulator(network, steps).run(sequence, schedule::Detail::Times);
-      },
-      nb::arg("job"), nb::arg("orders"), nb::arg("steps"));
+  nb::class_<schedule::Job>(m, "Job").def(nb::new_(&to_job), nb::kw_only(), nb::arg("replicas"), nb::arg("microbatches"),
+                                          nb::arg("durations"), nb::arg("slow"), nb::arg("port"), nb::arg("latency"),
+                                          nb::arg("occupancy"), nb::arg("links"), nb::arg("hand_over"), nb::arg("hands_over"),
+                                          nb::arg("half_duplex"), nb::arg("blocking"), nb::arg("changing"), nb::arg("barrier"),
+                                          nb::arg("holder"), nb::arg("home"), nb::arg("columns"), nb::arg("rule"));
 
   m.def(
       "search_period",

@@ -25,7 +25,7 @@ from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import RECEIVED_BY, SENT_BY, needs
 from adaptra.program.transport_contract import Contract
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.period import alike_case, simulate_period
+from adaptra.simulation.job import alike_case
 from adaptra.simulation.simulate import simulate
 from adaptra.simulation.timeline import OpInterval
 
@@ -202,9 +202,8 @@ def _counts_needed(
 
 def _times(program: Program, cost: CostModel, hands_over: bool) -> Sequence[Sequence[OpInterval]]:
     """Return when each rank runs its ops, in a step that begins with all ranks idle."""
-    if program.is_one_pipeline:
-        return simulate(program, cost).timeline.ops
-    return simulate_period(program, alike_case(program, cost, hands_over=hands_over)).steps[0]
+    costs = cost if program.is_one_pipeline else alike_case(program, cost, hands_over=hands_over)
+    return simulate(program, costs).timeline.ops
 
 
 def _delays(message: Message, cost: CostModel) -> tuple[float, float]:

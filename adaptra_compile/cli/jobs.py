@@ -17,7 +17,7 @@ from adaptra.report.files import write_whole
 from adaptra.report.job_rows import render_job
 from adaptra.report.text import percent
 from adaptra.simulation.case import Case
-from adaptra.simulation.period import PeriodicSimulation, simulate_period
+from adaptra.simulation.simulate import Simulation, simulate
 
 if TYPE_CHECKING:
     from adaptra.planning.routes.large_jobs import LargePlan
@@ -43,12 +43,12 @@ def run_job_plan(options: Namespace, case: Case) -> str:
     program = plan_job(case, budget=options.budget)
     if options.lower:
         program = _lowered(program, case)
-    simulated = simulate_period(program, case)
+    simulated = simulate(program, case)
     bound = period_bound(case, program.routing)
     healthy = simulated.period
     if not case.is_healthy:
         whole = replace(case, lost=frozenset(), slow={})
-        healthy = simulate_period(plan_job(whole, budget=options.budget), whole).period
+        healthy = simulate(plan_job(whole, budget=options.budget), whole).period
     if options.output is not None:
         write_whole(options.output, str(program))
     if options.compare is not None:
@@ -122,7 +122,7 @@ def run_job_simulate(options: Namespace, case: Case) -> str:
     check_outputs({options.picture: SUFFIXES, options.trace: (".json",)})
     if options.slow_edge:
         raise CaseError(f"--slow-edge: {case.name} has several replicas: expected a case of one pipeline")
-    simulated = simulate_period(_read_program(options.program, case), case)
+    simulated = simulate(_read_program(options.program, case), case)
     _draw(options, [(title_of(case, simulated.program), simulated)])
     if options.trace is not None:
         from adaptra.report.job_trace import write_job_trace
@@ -144,7 +144,7 @@ def _compared(options: Namespace, case: Case, program: Program, bound: PeriodBou
     return job_comparison(case, found, bound, line_width(options))
 
 
-def _draw(options: Namespace, simulations: Sequence[tuple[str, PeriodicSimulation]]) -> None:
+def _draw(options: Namespace, simulations: Sequence[tuple[str, Simulation]]) -> None:
     if options.picture is not None:
         from adaptra.report.job_picture import draw_jobs
 
@@ -171,12 +171,12 @@ def _read_program(given: str, case: Case) -> Program:
     return read_file(given)
 
 
-def job_figures(simulated: PeriodicSimulation) -> dict[str, Any]:
+def job_figures(simulated: Simulation) -> dict[str, Any]:
     """Return the JSON object of a simulated program of several replicas."""
     return {"name": simulated.program.name, "case": simulated.case.name, **simulated.to_json()}
 
 
-def job_headline(simulated: PeriodicSimulation) -> str:
+def job_headline(simulated: Simulation) -> str:
     """Return lines for people: program and case, period, first step, memory."""
     case, program = simulated.case, simulated.program
     over = ", ".join(map(str, simulated.over_memory))

@@ -13,7 +13,7 @@ from adaptra.passes import InsertComm, InsertCrossing, PassPipeline, parse_pipel
 from adaptra.program import Program
 from adaptra.program.schedules import GENERATORS, PLACED
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.period import check_fit
+from adaptra.simulation.job import check_fit
 
 
 class _VerifierArguments(TypedDict, total=False):

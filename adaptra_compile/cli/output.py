@@ -15,7 +15,6 @@ from adaptra.report import picture, text
 from adaptra.report.files import check_suffix
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.period import pipeline_period
 from adaptra.simulation.simulate import Bound, Simulation
 
 _SLOW_FACTOR: Final = 2.0
@@ -60,7 +59,7 @@ def figures(case: Case, simulation: Simulation, bound: Bound | None, period_boun
         "bound_kind": None if bound is None else bound.kind.value,
         "bound_where": None if bound is None else bound.where,
         "gap": _gap(simulation.makespan, bound and bound.value),
-        "period": pipeline_period(simulation.program, simulation.cost),
+        "period": simulation.period,
         **simulation.to_json(),
     } | ({} if period_bound is None else {"period_bound": period_bound})
 
@@ -73,8 +72,7 @@ def headline(case: Case, simulation: Simulation, bound: Bound | None, period_bou
     """Return five lines: program and case, makespan, bound, bubble, and the period of steps in a row."""
     gap = _gap(simulation.makespan, bound and bound.value)
     above = "" if gap is None else f", {text.percent(max(gap, 0.0))} above the bound"
-    program = simulation.program
-    period = pipeline_period(program, simulation.cost)
+    program, period = simulation.program, simulation.period
     of_period = _gap(period, period_bound)
     above_its = "" if of_period is None else f", {text.percent(max(of_period, 0.0))} above its bound"
     idle = 1 - sum(simulation.busy) / (program.ranks * period) if period > 0 else 0.0

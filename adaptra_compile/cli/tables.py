@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from adaptra.planning.responses.responses import Decision
     from adaptra.planning.routes.period_bound import PeriodBound
     from adaptra.simulation.case import Case
-    from adaptra.simulation.period import PeriodicSimulation
     from adaptra.simulation.sensitivity import EdgeSensitivity
+    from adaptra.simulation.simulate import Simulation
 
 _BEST: Final = "bold"
 _BAD: Final = "red"
@@ -47,7 +47,7 @@ def comparison(found: Comparison, width: int) -> str:
     return _text(title, table, width)
 
 
-def job_comparison(case: Case, found: Sequence[tuple[str, PeriodicSimulation]], bound: PeriodBound, width: int) -> str:
+def job_comparison(case: Case, found: Sequence[tuple[str, Simulation]], bound: PeriodBound, width: int) -> str:
     """Return a table with one row per plan of several replicas, in the requested order; the last is the plan itself."""
     title = f"{case.name}: {case.replicas} replicas of {case.stages} stages, {case.microbatches} microbatches, bound {bound}"
     table = _table("plan", "period", "÷ bound", "makespan", "in flight", "memory")

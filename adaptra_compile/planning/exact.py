@@ -9,9 +9,11 @@ extra ``exact``.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import combinations
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from adaptra.equations.warm_up import in_flight_limits
@@ -215,11 +217,18 @@ class _Problem:
                     add(ops[Op(stage, Kind.F, microbatch)].start >= ops[Op(stage, Kind.I, microbatch - limit)].end)
 
     def _messages(self, cost: CostModel) -> None:
-        for edge in range(cost.stages - 1):
-            there = self._send(edge, edge + 1, Kind.F, cost.occupancy_forward[edge], cost.latency_forward[edge])
-            back = self._send(edge + 1, edge, Kind.I, cost.occupancy_backward[edge], cost.latency_backward[edge])
-            if cost.half_duplex:
-                self._share(edge, there, back)
+        on_link: defaultdict[object, list[tuple[int, Kind, list[_Activity]]]] = defaultdict(list)
+        edges = range(cost.stages - 1)
+        sends = [(edge, edge + 1, Kind.F) for edge in edges] + [(edge + 1, edge, Kind.I) for edge in edges]
+        for source, destination, kind in sends:
+            occupancy, latency = cost.occupancy(source, destination), cost.latency(source, destination)
+            sent = self._send(source, destination, kind, occupancy, latency)
+            ends = self._case.placement[source], self._case.placement[destination]
+            if ends[0] != ends[1]:
+                on_link[frozenset(ends) if cost.half_duplex else ends].append((source, kind, sent))
+        for sharing in on_link.values():
+            for first, second in combinations(sharing, 2):
+                self._share(*first, *second)
 
     def _send(self, source: int, destination: int, kind: Kind, occupancy: float, latency: float) -> list[_Activity]:
         """Return all messages of a directed edge, in microbatch order, since their producers end in that order."""
@@ -234,12 +243,14 @@ class _Problem:
             sent.append(message)
         return sent
 
-    def _share(self, edge: int, there: Sequence[_Activity], back: Sequence[_Activity]) -> None:
-        """Order the messages of both directions by the ends of their producers. At equal ends, forward goes first."""
-        for forward, message in enumerate(there):
-            posted = self.ops[Op(edge, Kind.F, forward)].end
-            for backward, opposite in enumerate(back):
-                opposite_posted = self.ops[Op(edge + 1, Kind.I, backward)].end
+    def _share(
+        self, source: int, kind: Kind, sent: Sequence[_Activity], other: int, its_kind: Kind, others: Sequence[_Activity]
+    ) -> None:
+        """Order messages of two stages that share a link by the ends of their producers. At equal ends, ``sent`` go first."""
+        for microbatch, message in enumerate(sent):
+            posted = self.ops[Op(source, kind, microbatch)].end
+            for its_microbatch, opposite in enumerate(others):
+                opposite_posted = self.ops[Op(other, its_kind, its_microbatch)].end
                 first = self._literal()
                 self.model.add(posted <= opposite_posted).only_enforce_if(first)
                 self.model.add(opposite.start >= message.end).only_enforce_if(first)

@@ -29,7 +29,7 @@ from adaptra.report.drawing import (
 )
 from adaptra.report.files import check_suffix
 from adaptra.report.job_rows import JobRows, job_rows
-from adaptra.simulation.period import PeriodicSimulation
+from adaptra.simulation.simulate import Simulation
 from adaptra.simulation.timeline import OpInterval
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class _JobPanel:
     """One simulated program with its rows, the vertical positions of these in inches from its top, and where it ends."""
 
     title: str
-    simulated: PeriodicSimulation
+    simulated: Simulation
     shown: JobRows
     lanes: tuple[float, ...]
     height: float
@@ -73,7 +73,7 @@ def colour_of(home: int, kind: Kind) -> str:
     return UPDATES[kind] if kind.is_update else lighter(HOMES[home % len(HOMES)], _SHADE[kind])
 
 
-def draw_jobs(simulations: Sequence[tuple[str, PeriodicSimulation]], path: str | Path, *, title: str | None = None) -> None:
+def draw_jobs(simulations: Sequence[tuple[str, Simulation]], path: str | Path, *, title: str | None = None) -> None:
     """Write a picture of one or more simulated programs of several replicas, the first at the top.
 
     All share one time axis. Each shows its first three steps, and one period before the end of the last of them. With many
@@ -95,7 +95,7 @@ def draw_jobs(simulations: Sequence[tuple[str, PeriodicSimulation]], path: str |
     write_figure(path, lambda figure: _compose(figure, panels, title))
 
 
-def _panel(title: str, simulated: PeriodicSimulation) -> _JobPanel:
+def _panel(title: str, simulated: Simulation) -> _JobPanel:
     shown = job_rows(simulated)
     lanes: list[float] = []
     place = GAP

@@ -7,7 +7,7 @@ from typing import Final
 
 from adaptra.planning.routes.alike_replicas import merge_alike
 from adaptra.report.text import RUNNING, check_width, lane
-from adaptra.simulation.period import PeriodicSimulation
+from adaptra.simulation.simulate import Simulation
 from adaptra.simulation.timeline import OpInterval
 from adaptra.simulation.worker_steps import worker_name
 
@@ -59,7 +59,7 @@ class JobRows:
     hidden: int
 
 
-def job_rows(simulated: PeriodicSimulation, most: int = MOST_ROWS) -> JobRows:
+def job_rows(simulated: Simulation, most: int = MOST_ROWS) -> JobRows:
     """Return the rows of a simulated program.
 
     With up to ``most`` workers there is a row for each. With more, one replica stands for all that are alike. If the replicas
@@ -87,7 +87,7 @@ def job_rows(simulated: PeriodicSimulation, most: int = MOST_ROWS) -> JobRows:
     return JobRows(tuple(rows), stands_for, case.replicas - sum(stands_for.values()))
 
 
-def render_job(simulated: PeriodicSimulation, width: int = 120) -> str:
+def render_job(simulated: Simulation, width: int = 120) -> str:
     """Return a text of workers × time: the first two steps, one line per worker, dots where it waits.
 
     Ops of other replicas' microbatches have small letters. ``S`` is STEP and ``R`` is REDUCE.

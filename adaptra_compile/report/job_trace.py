@@ -17,7 +17,7 @@ from adaptra.report.files import check_suffix, write_whole
 from adaptra.report.job_picture import STEPS_SHOWN
 from adaptra.report.job_rows import WorkerRow, job_rows
 from adaptra.report.perfetto import SECONDS_PER_CASE_UNIT, arrow_point, named, op_name, slice_of
-from adaptra.simulation.period import PeriodicSimulation
+from adaptra.simulation.simulate import Simulation
 from adaptra.simulation.timeline import OpInterval
 
 JOB_FORMAT: Final = "adaptra-job-trace"
@@ -25,7 +25,7 @@ FORMAT_VERSION: Final = 1
 _SCALE: Final = 1e6 * SECONDS_PER_CASE_UNIT
 
 
-def job_trace(simulated: PeriodicSimulation) -> dict[str, Any]:
+def job_trace(simulated: Simulation) -> dict[str, Any]:
     """Return the trace of a simulated program's first steps as a JSON object. One unit of time is 1000 µs.
 
     It has the workers that pictures show: with many, one replica for all that are alike.
@@ -56,7 +56,7 @@ def job_trace(simulated: PeriodicSimulation) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
-def write_job_trace(simulated: PeriodicSimulation, path: str | Path) -> None:
+def write_job_trace(simulated: Simulation, path: str | Path) -> None:
     """Write the trace to a ``.json`` file, which appears whole or not at all.
 
     Raises:

@@ -52,7 +52,8 @@ class Case:
 
     Worker ``replica · ranks + placement[stage]`` has a stage of a replica. A message between two workers departs once their
     link and both workers' ports are free. It occupies each of them for its time, and arrives when all are free again, plus the
-    latency. Between two stages of one worker a message takes no time; see :meth:`.CostModel.placed`.
+    latency. A port that it occupies for no time is always free. Between two stages of one worker a message takes no time; see
+    :meth:`.CostModel.placed`.
 
     What plans one pipeline takes a case for which :attr:`is_one_pipeline` is true. It counts the memory of ``cost``, and what
     plans or simulates a job counts ``memory``; :meth:`of_replicas` makes the one from the other.

@@ -34,14 +34,15 @@ class Blocking(Enum):
 class CostModel:
     """Costs per stage and per directed edge. Edge ``i`` joins stages ``i`` and ``i + 1``.
 
-    A message whose producer ends at ``e`` departs at ``d = max(e, edge free)``. It occupies the edge until ``d + occupancy``
-    and arrives at ``d + occupancy + latency``. So messages queue for each other's occupancy, never for their latency.
+    A message whose producer ends at ``e`` departs at ``d = max(e, link free)``. It occupies the link until ``d + occupancy``
+    and arrives at ``d + occupancy + latency``. So messages queue for each other's occupancy, never for their latency. All
+    messages from one rank to another take the same link, whatever their edges.
 
     Attributes:
         forward, input_grad, weight_grad: Durations of F, I and W, one per stage. B takes ``input_grad + weight_grad``.
         latency_forward, latency_backward: Latency of a message from stage i to i+1, and from i+1 to i; one per edge.
         occupancy_forward, occupancy_backward: Time that one message occupies the edge (size / bandwidth); one per edge.
-        half_duplex: Whether the two directions of an edge share it, first come first served.
+        half_duplex: Whether the two directions between two ranks share one link, first come first served.
         blocking: The stages that communication blocks, if any.
         memory_forward: Memory of one microbatch on a stage from the start of F, one per stage.
         memory_input_grad: The part of it that is freed when I ends; W frees the rest when it ends.

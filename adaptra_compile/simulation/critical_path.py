@@ -22,7 +22,7 @@ def critical_path(
     Each op starts exactly when its predecessor in the chain ends. The predecessor is the op before it on its rank or the
     message with its input. If communication blocks, it may also be a message that blocked its rank. Each message departs
     exactly when its predecessor releases it. If ``departed`` equals ``posted``, the predecessor is the op that posted it.
-    Otherwise it is the message that occupied the edge until then, which may arrive later.
+    Otherwise it is the message that occupied the link until then, which may arrive later.
 
     Args:
         ops: Per rank, its compute ops in execution order, as simulated under ``cost``.
@@ -107,8 +107,8 @@ class _Causes:
                 return (self._placement[message.source], self._placement[message.destination])
 
     def _link(self, message: MessageInterval) -> object:
-        edge = min(message.source, message.destination)
-        return edge if self._cost.half_duplex else (edge, message.kind)
+        ends = self._placement[message.source], self._placement[message.destination]
+        return frozenset(ends) if self._cost.half_duplex else ends
 
     def _freed(self, message: MessageInterval) -> float:
         return message.departed + self._cost.occupancy(message.source, message.destination)

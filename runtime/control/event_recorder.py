@@ -11,7 +11,6 @@ from adaptra.planning.layouts.layout_change import RoleChange, SplitChange
 from adaptra.program import Program
 from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 from adaptra.runtime.control.plans.plan import Plan
-from adaptra.simulation.period import simulate_alike
 from adaptra.simulation.simulate import simulate
 
 KEPT_EVENTS: Final = 4096
@@ -94,8 +93,8 @@ class EventRecorder:
     def compute_memory(self, plan: Plan) -> None:
         """Compute the activation memory of a plan before an event needs it. Results of the last few plans are remembered."""
         if self._activation_bytes is not None and plan.version not in self._memory:
-            simulated = simulate if plan.program.is_one_pipeline else simulate_alike
-            in_flight = simulated(plan.program, plan.case.cost).peak_in_flight
+            found = simulate(plan.program, plan.case.cost)
+            in_flight = found.peak_in_flight if plan.program.is_one_pipeline else found.in_flight
             self._memory[plan.version] = in_flight, self._activation_bytes(plan.program)
             for version in sorted(self._memory)[:-_KEPT_PLANS]:
                 self._memory.pop(version, None)

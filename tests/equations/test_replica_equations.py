@@ -24,7 +24,7 @@ from adaptra.planning.routes.period_bound import PeriodBoundKind, period_bound
 from adaptra.planning.routes.route import counts, share_evenly
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.period import simulate_period
+from adaptra.simulation.simulate import simulate
 
 MODEL = replica_equations()
 EVERY: list[Equation] = [getattr(MODEL, field.name) for field in dataclasses.fields(MODEL)]
@@ -237,9 +237,9 @@ def test_the_work_of_a_stage_is_the_planners_work_bound(
 @given(st.integers(0, 100_000), st.booleans(), st.booleans())
 def test_no_equation_exceeds_the_planners_bound(seed: int, links: bool, limited: bool) -> None:
     case = random_case(seed, links=links)
-    simulation = simulate_period(random_job_program(case, seed), case)
+    simulation = simulate(random_job_program(case, seed), case)
     if limited:
-        simulation = replace(simulation, case=replace(case, memory=tuple(max(simulation.held) for _ in range(case.stages))))
+        simulation = replace(simulation, given=replace(case, memory=tuple(max(simulation.held) for _ in range(case.stages))))
     routing = simulation.program.routing
     numbers = JobNumbers(simulation, routing)
     lines = [*numbers.of_stages(), *numbers.of_workers(), *numbers.of_messages(), *numbers.of_recut()]

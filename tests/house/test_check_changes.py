@@ -44,7 +44,7 @@ def test_a_module_brings_its_own_tests_then_its_room_then_what_imports_it() -> N
         ("tests/links/linked_hosts.py", "tests/links/test_links.py", Near.IMPORTS),
         ("tests/golden/plan_one_stage.sched", "tests/planning/test_golden_plans.py", Near.IMPORTS),
         ("adaptra_compile/frontend/api.py", "tests/frontend/test_dynamo.py", Near.IMPORTS),
-        ("csrc/schedule/simulate/simulate.cc", "tests/simulation/test_simulate.py", Near.OWN),
+        ("csrc/schedule/simulate/simulator.cc", "tests/simulation/test_simulate.py", Near.OWN),
         ("csrc/delegate/engine.cc", "tests/runtime/transports/delegate/test_close.py", Near.IMPORTS),
         ("docs/planner.md", "tests/docs/test_documentation.py", Near.ROOM),
         ("README.md", "tests/docs/test_readme.py", Near.IMPORTS),
@@ -59,7 +59,7 @@ def test_every_kind_of_file_brings_tests(changed: str, brings: str, how_near: Ne
 
 
 def test_a_change_in_the_planners_extension_brings_no_test_of_the_delegate() -> None:
-    assert not [path for path in near("csrc/schedule/simulate/simulate.cc") if "/delegate/" in path]
+    assert not [path for path in near("csrc/schedule/simulate/simulator.cc") if "/delegate/" in path]
 
 
 def test_every_module_brings_tests() -> None:

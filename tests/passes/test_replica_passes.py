@@ -16,7 +16,7 @@ from adaptra.program import Kind, Op, Program
 from adaptra.program.placement import v_shaped
 from adaptra.program.verify import verify
 from adaptra.simulation.case import Case
-from adaptra.simulation.period import simulate_period
+from adaptra.simulation.simulate import simulate
 
 
 def fold_of(case: Case) -> str:
@@ -32,7 +32,7 @@ def test_any_program_gets_exactly_its_messages_in_channel_order(seed: int, optio
     verify(lowered, hands_over=case.hands_over, barrier=case.barrier)
     assert lowered.compute_only() == program
     assert Program.parse(str(lowered)) == lowered
-    assert simulate_period(lowered, case).to_json() == simulate_period(program, case).to_json()
+    assert simulate(lowered, case).to_json() == simulate(program, case).to_json()
 
 
 def test_stages_of_one_worker_send_nothing() -> None:

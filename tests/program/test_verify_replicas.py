@@ -13,7 +13,7 @@ from jobs import random_case, random_job_program
 from adaptra.errors import ScheduleError
 from adaptra.program import Kind, Program
 from adaptra.program.verify import verify
-from adaptra.simulation.period import with_updates
+from adaptra.simulation.job import with_updates
 
 HEAD = """schedule x version=2 stages=2 microbatches=2
 workers 0,1 2,3

@@ -20,15 +20,15 @@ from adaptra.report.job_picture import STEPS_SHOWN, UPDATES, colour_of, draw_job
 from adaptra.report.job_rows import MOST_ROWS, job_rows, render_job
 from adaptra.report.job_trace import job_trace, write_job_trace
 from adaptra.simulation.case import Case
-from adaptra.simulation.period import PeriodicSimulation, simulate_period
+from adaptra.simulation.simulate import Simulation, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
 LOST = replace(even_case(3, 4, 6, 3.0), lost=frozenset({6}))
 
 
-def planned(case: Case) -> PeriodicSimulation:
+def planned(case: Case) -> Simulation:
     routing = share_evenly(case, in_turns=False)
-    return simulate_period(plan_job(case, effort=20_000, routing=routing), case)
+    return simulate(plan_job(case, effort=20_000, routing=routing), case)
 
 
 def texts(svg: Path) -> list[str]:

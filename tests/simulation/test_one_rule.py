@@ -15,7 +15,6 @@ from adaptra.program.dependencies import RULE, Row, When
 from adaptra.program.routing import Routing
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.period import simulate_period
 from adaptra.simulation.simulate import simulate
 
 COMPUTED = (Kind.F, Kind.I, Kind.W, Kind.B)
@@ -74,7 +73,7 @@ def times_of_jobs() -> list[dict[tuple[int, Op], tuple[float, float]]]:
     """The same of several replicas; REDUCE is left out, as the two have its start otherwise."""
     found: list[dict[tuple[int, Op], tuple[float, float]]] = []
     for program, case in JOBS:
-        simulated = simulate_period(program, case)
+        simulated = simulate(program, case)
         steps = enumerate(simulated.steps[:TIMES])
         times = {
             (step, one.op): (one.start, one.end)
@@ -127,4 +126,4 @@ def test_one_pipeline_has_the_same_makespan_in_both_simulators(seed: int) -> Non
     program = replace(random_job_program(case, seed), routing=Routing.of_pipeline(placement, case.microbatches))
     assert program.is_one_pipeline
     alone = replace(program, orders=tuple(tuple(op for op in order if not op.kind.is_update) for order in program.orders))
-    assert simulate_period(program, case).makespan == pytest.approx(simulate(alone, cost).makespan)
+    assert simulate(program, case).makespan == pytest.approx(simulate(alone, cost).makespan)

@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from naive import greedy, messages, random_program, simulate_by_iteration
 
+from adaptra import _C
 from adaptra.errors import CaseError, ScheduleError
 from adaptra.program import Kind, Op, Program
+from adaptra.program.dependencies import RULE
 from adaptra.program.schedules import generate
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import Blocking, CostModel
@@ -112,6 +114,32 @@ def test_every_time_equals_the_naive_reference(problem: tuple[Program, CostModel
         )
         assert message.posted == expected[producer][1]
         assert (message.departed, message.arrived) == travels[producer]
+
+
+def test_all_messages_from_one_rank_to_another_take_one_link() -> None:
+    """Stages 0 and 3 send to the other rank: an activation and a gradient that queue for each other."""
+    program = Program.parse(
+        "schedule v placement=0,1,1,0 microbatches=2\n"
+        "0: 0F0 3F0 3I0 0F1 3W0 0I0 0W0 3F1 3I1 3W1 0I1 0W1\n"
+        "1: 1F0 2F0 2I0 1I0 2W0 1W0 1F1 2F1 2I1 1I1 2W1 1W1\n"
+    )
+    link = CostModel.uniform(4, 1, 1, 1, occupancy=4)
+    sent = [message for message in simulate(program, link).timeline.messages if message.source in (0, 3)]
+    assert [(one.kind, one.microbatch, one.posted, one.departed) for one in sent] == [
+        (Kind.SEND_F, 0, 1, 1),
+        (Kind.SEND_B, 0, 13, 13),
+        (Kind.SEND_F, 1, 14, 17),
+        (Kind.SEND_B, 1, 29, 29),
+    ]
+
+
+def test_the_search_times_links_as_the_simulator_does() -> None:
+    for seed in range(6):
+        case = Case(CostModel.uniform(4, 1 + seed % 3, 1, 1, latency=1, occupancy=1.5), 4, (0, 1, 1, 0))
+        found = _C.search_orders(case, [4] * 4, [[2, 1, 1, 1]], [], 20_000, seed, None, RULE)
+        assert found is not None
+        makespan, orders = found
+        assert makespan == pytest.approx(simulate(Program.of_pipeline("found", case.placement, 4, orders), case.cost).makespan)
 
 
 @settings(max_examples=150)

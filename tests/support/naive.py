@@ -65,20 +65,22 @@ def _one_round(program: Program, cost: CostModel, previous: dict[Op, tuple[float
 
 def messages(program: Program, cost: CostModel, times: dict[Op, tuple[float, float]]) -> dict[Op, tuple[float, float]]:
     """When the message of each op that sends one departs and arrives, given when the ops run; at once within a rank."""
-    queues: dict[object, list[tuple[float, bool, int, Op]]] = defaultdict(list)
+    queues: dict[object, list[tuple[float, bool, int, int, Op]]] = defaultdict(list)
+    placement = program.placement
     found: dict[Op, tuple[float, float]] = {}
-    for order in program.orders:
+    for rank, order in enumerate(program.orders):
         for index, op in enumerate(order):
             neighbour = neighbour_waiting(op, program.stages)
             if neighbour is not None and program.placement[neighbour] == program.placement[op.stage]:
                 found[op] = times[op][1], times[op][1]
             elif neighbour is not None:
-                backward = neighbour < op.stage
-                edge = min(neighbour, op.stage)
-                queues[edge if cost.half_duplex else (edge, backward)].append((times[op][1], backward, index, op))
+                ends = placement[op.stage], placement[neighbour]
+                goes_second = cost.half_duplex and neighbour < op.stage
+                queues[frozenset(ends) if cost.half_duplex else ends].append((times[op][1], goes_second, rank, index, op))
     for queue in queues.values():
         free = 0.0
-        for posted, backward, _, op in sorted(queue, key=lambda entry: entry[:3]):
+        for posted, *_, op in sorted(queue, key=lambda entry: entry[:4]):
+            backward = op.kind is not Kind.F
             edge = op.stage - 1 if backward else op.stage
             departed = max(posted, free)
             free = departed + (cost.occupancy_backward if backward else cost.occupancy_forward)[edge]
@@ -240,9 +242,9 @@ def _arrivals(program: Program, case: Case, previous: _Times) -> dict[_At, float
             ("link", source, to): link.occupancy,
             ("takes", to, 0): case.ports.get(to, 0.0),
         }
-        departed = max([posted, *(free[one] for one in occupied)]) if any(occupied.values()) else posted
+        occupied = {one: seconds for one, seconds in occupied.items() if seconds > 0 or one[0] == "link"}
+        departed = max([posted, *(free[one] for one in occupied)])
         for one, seconds in occupied.items():
-            if any(occupied.values()):
-                free[one] = departed + seconds
+            free[one] = departed + seconds
         arrived[step, op] = max(departed + seconds for seconds in occupied.values()) + link.latency
     return arrived

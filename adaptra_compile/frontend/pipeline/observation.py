@@ -19,7 +19,7 @@ from adaptra.runtime.control.plans.events import ControlEvent
 from adaptra.runtime.measuring.reduces import StageReduce
 from adaptra.runtime.worker.worker import Worker
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.period import alike_case, simulate_alike
+from adaptra.simulation.job import alike_case
 from adaptra.simulation.simulate import simulate
 from adaptra.simulation.standing_out import slow_edges_of, slow_in
 from adaptra.simulation.timeline import Timeline
@@ -152,12 +152,12 @@ class ObservationMethods(HeldSession):
         session = self._require()
         program, cost = self.plan.program, self.plan.case.cost
         sizes = predicted_peaks(program, session.compiled.train)
+        found = simulate(program, cost)
         if program.is_one_pipeline:
-            in_flight, workers = simulate(program, cost).peak_in_flight, program.placement
+            in_flight, workers = found.peak_in_flight, program.placement
         else:
             workers = tuple(worker for worker in program.routing.workers[self.replica] if worker is not None)
-            of_worker = simulate_alike(program, cost).peak_in_flight
-            in_flight = tuple(of_worker[worker] for worker in workers)
+            in_flight = tuple(found.in_flight[worker] for worker in workers)
         return stage_table(session.compiled.train, program, in_flight, [sizes[worker] for worker in workers])
 
     def timeline(self) -> Timeline | None:

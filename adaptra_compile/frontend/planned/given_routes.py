@@ -14,7 +14,8 @@ from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.options import Options
 from adaptra.runtime.worker.step.rank_programs import check_memory
 from adaptra.simulation.case import Case
-from adaptra.simulation.period import simulate_alike
+from adaptra.simulation.job import alike_case
+from adaptra.simulation.simulate import simulate
 
 
 def routed_plan(program: Program, case: Case, replicas: int, compiled: CompiledStages, options: Options) -> Plan:
@@ -46,7 +47,7 @@ def routed_plan(program: Program, case: Case, replicas: int, compiled: CompiledS
         raise PlanError(f"{what}: it has SEND and RECV ops: expected compute ops, REDUCE and STEP only")
     check_memory(what, program, case.cost)
     _check_routed_stages(what, program, routing, compiled)
-    found = simulate_alike(program, case.cost, changed_buffers(compiled))
+    found = simulate(program, alike_case(program, case.cost, changing=changed_buffers(compiled)))
     bound = period_bound(found.case, routing).value
     return Plan(0, program, case, found.period, bound, f"{program.name}, with its routes, as asked for", options.delegated)
 

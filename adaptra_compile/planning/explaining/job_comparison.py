@@ -11,7 +11,7 @@ from adaptra.planning.routes.job_planner import plan_job
 from adaptra.planning.routes.route import share_evenly
 from adaptra.program import Program
 from adaptra.simulation.case import Case
-from adaptra.simulation.period import PeriodicSimulation, simulate_period
+from adaptra.simulation.simulate import Simulation, simulate
 
 COMPARED: Final = {
     "healthy": "no worker is lost or slow",
@@ -24,7 +24,7 @@ COMPARED: Final = {
 
 def compare_job(
     case: Case, names: Sequence[str], adapted: Program, *, budget: float | None = None
-) -> tuple[tuple[str, PeriodicSimulation], ...]:
+) -> tuple[tuple[str, Simulation], ...]:
     """Return (name, simulated program) of the named plans, and at the end of the plan ``adapted`` itself.
 
     Args:
@@ -39,11 +39,11 @@ def compare_job(
     for name in names:
         if name not in COMPARED:
             raise PlanError(f"compare {name!r} for several replicas: expected some of {', '.join(COMPARED)}")
-    found: list[tuple[str, PeriodicSimulation]] = []
+    found: list[tuple[str, Simulation]] = []
     for name in dict.fromkeys(names):
         here = replace(case, lost=frozenset(), slow={}) if name == "healthy" else case
         equal = replace(case, slow={}, ports={}) if name == "kept" else here
         routing = None if name == "healthy" else share_evenly(equal, in_turns=name == "turns")
         program = replace(plan_job(here, budget=budget, routing=routing), name=name)
-        found.append((name, simulate_period(program, here)))
-    return (*found, (adapted.name, simulate_period(adapted, case)))
+        found.append((name, simulate(program, here)))
+    return (*found, (adapted.name, simulate(adapted, case)))

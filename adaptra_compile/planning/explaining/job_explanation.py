@@ -17,7 +17,7 @@ from adaptra.planning.routes.job_planner import plan_job
 from adaptra.planning.routes.period_bound import PeriodBound, PeriodBoundKind, period_bound
 from adaptra.program import Program
 from adaptra.simulation.case import Case
-from adaptra.simulation.period import PeriodicSimulation, simulate_period
+from adaptra.simulation.simulate import Simulation, simulate
 
 _MOST_NAMES: Final = 4
 """The most names before one line of text."""
@@ -36,7 +36,7 @@ class JobExplanation:
         remarks: What bounds the period and what would make it shorter, one sentence each.
     """
 
-    simulation: PeriodicSimulation
+    simulation: Simulation
     healthy: float
     fault_scaled: float
     bound: PeriodBound
@@ -117,11 +117,11 @@ def explain_job(program: Program, case: Case) -> JobExplanation:
         CaseError: The program and the case have different replicas, stages or microbatches, or a lost worker has ops.
         PlanError: No plan of the healthy job keeps the case's memory limit.
     """
-    simulation = simulate_period(program, case)
+    simulation = simulate(program, case)
     healthy = simulation.period
     if not case.is_healthy:
         whole = replace(case, lost=frozenset(), slow={})
-        healthy = simulate_period(plan_job(whole), whole).period
+        healthy = simulate(plan_job(whole), whole).period
     bound = period_bound(case, program.routing)
     numbers = JobNumbers(simulation, program.routing)
     scaled = Line.of(replica_equations().fault_scaled, "all stages", healthy, *numbers.left)
@@ -211,7 +211,7 @@ def _room_missing(numbers: JobNumbers, bound: PeriodBound) -> Iterator[str]:
 
     def period_with(more: int | None) -> float:
         roomy = replace(case, memory=None if more is None else tuple(room + more for room in memory))
-        return simulate_period(plan_job(roomy), roomy).period
+        return simulate(plan_job(roomy), roomy).period
 
     free = period_with(None)
     if free * ROUNDED < period:

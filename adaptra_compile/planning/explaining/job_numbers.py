@@ -15,7 +15,7 @@ from adaptra.equations.replicas import replica_equations
 from adaptra.planning.explaining.explanation import Line
 from adaptra.program.routing import Routing
 from adaptra.simulation.case import Case
-from adaptra.simulation.period import PeriodicSimulation
+from adaptra.simulation.simulate import Simulation
 
 ROUNDED: Final = 1 + 1e-9
 """Periods are sums of rounded numbers."""
@@ -59,7 +59,7 @@ class Traffic:
 class JobNumbers:
     """The numbers of one plan, as the equations take them."""
 
-    simulation: PeriodicSimulation
+    simulation: Simulation
     routing: Routing
 
     @property

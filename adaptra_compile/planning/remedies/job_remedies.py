@@ -34,7 +34,8 @@ from adaptra.planning.routes.period_bound import period_bound
 from adaptra.program import Program
 from adaptra.program.routing import Routing
 from adaptra.simulation.case import Case
-from adaptra.simulation.period import PeriodicSimulation, simulate_period, with_updates
+from adaptra.simulation.job import with_updates
+from adaptra.simulation.simulate import Simulation, simulate
 
 EFFORT: Final = 2_000_000
 """The effort of all searches together without a budget, in ops scheduled: a tenth of a second to a few tenths."""
@@ -203,7 +204,7 @@ class _Comparing:
         self._costs = costs
         self._searches = searches
         self._healthy = Routing.of_paths(case.grid, [[_path(row)] * case.microbatches for row in case.grid])
-        self._found = [self._candidate(JobRemedy.KEEP, simulate_period(self._current, case))]
+        self._found = [self._candidate(JobRemedy.KEEP, simulate(self._current, case))]
         self._refused: dict[JobRemedy, str] = {}
 
     def compared(self, gain: float, horizon: int) -> RemedyComparison:
@@ -287,13 +288,13 @@ class _Comparing:
 
     def _add(self, kind: JobRemedy, case: Case, makers: Sequence[_Maker]) -> None:
         """Add the first program that is as good as the best one. Those whose bounds promise no more are not searched."""
-        found: list[PeriodicSimulation] = []
+        found: list[Simulation] = []
         least = math.inf
         for make, routings in makers:
             if routings and least <= (1 + ALIKE) * min(period_bound(case, routing).value for routing in routings):
                 continue
             with contextlib.suppress(PlanError):
-                simulated = simulate_period(make(), case)
+                simulated = simulate(make(), case)
                 if not simulated.over_memory:
                     found.append(simulated)
                     least = min(least, simulated.period)
@@ -303,7 +304,7 @@ class _Comparing:
         else:
             self._found.append(self._candidate(kind, first))
 
-    def _candidate(self, kind: JobRemedy, simulated: PeriodicSimulation) -> RemedyCandidate:
+    def _candidate(self, kind: JobRemedy, simulated: Simulation) -> RemedyCandidate:
         program, routing = simulated.program, simulated.program.routing
         cost = self._costs.get(kind, 0.0)
         if program != self._current:

@@ -32,7 +32,6 @@ from adaptra.program import Kind, Program
 from adaptra.program.placement import is_straight
 from adaptra.program.schedules import generate_for
 from adaptra.simulation.case import Case
-from adaptra.simulation.period import simulate_period
 from adaptra.simulation.simulate import simulate
 from adaptra.sizes import size_text
 
@@ -285,7 +284,7 @@ class _Planner:
 
     def period(self, case: Case) -> float:
         """Return the period of the plan for a case."""
-        return simulate_period(self.plan(case), case).period
+        return simulate(self.plan(case), case).period
 
     def plan(self, case: Case) -> Program:
         """Return the plan for a case."""
@@ -370,7 +369,7 @@ class _Planner:
             program = self.plan(planned)
         except PlanError as error:
             return Response(kind, str(error))
-        found = simulate_period(program, real)
+        found = simulate(program, real)
         bound = period_bound(real, program.routing).value
         return Response(kind, what, found.period, bound, cost, max(found.held))
 

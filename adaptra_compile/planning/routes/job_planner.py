@@ -18,7 +18,7 @@ from adaptra.planning.routes.route import share_evenly
 from adaptra.program import Program
 from adaptra.program.routing import Routing
 from adaptra.simulation.case import Case
-from adaptra.simulation.period import job_of, unpacked
+from adaptra.simulation.job import job_of, unpacked
 
 EFFORT: Final = 3_000_000
 """The search's effort without a budget, in ops scheduled: a tenth of a second to a few tenths."""
@@ -60,6 +60,7 @@ def plan_job(
     """
     if budget is not None and not budget > 0:
         raise PlanError(f"budget of {budget} seconds: expected a positive number")
+    case.check_edges()
     _check_room(case)
     ends = None if budget is None else time.perf_counter() + _SEARCHED * budget
     effort = effort or (EFFORT if budget is None else _UNLIMITED)

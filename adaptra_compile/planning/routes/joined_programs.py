@@ -8,7 +8,7 @@ from dataclasses import replace
 from adaptra.errors import ScheduleError
 from adaptra.program import Program
 from adaptra.program.routing import Routing
-from adaptra.simulation.period import with_updates
+from adaptra.simulation.job import with_updates
 
 
 def join(programs: Sequence[Program], *, uneven: bool = False) -> Program:

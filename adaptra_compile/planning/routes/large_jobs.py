@@ -24,7 +24,7 @@ from adaptra.program.placement import is_straight
 from adaptra.program.program import lines_of
 from adaptra.program.routing import Route, Routing
 from adaptra.simulation.case import Case
-from adaptra.simulation.period import KINDS, job_of, unpacked
+from adaptra.simulation.job import KINDS, job_of, unpacked
 
 LARGE: Final = 1_000_000
 """Ops F, I and W of a step from which on a job is planned this way."""
@@ -105,6 +105,7 @@ def plan_large(case: Case, *, budget: float | None = None) -> LargePlan | None:
     Returns:
         The plan, or None if the case is another one or memory has no room for microbatches of others.
     """
+    case.check_edges()
     homes = _lost_stages(case)
     hosts = [replica for replica in range(case.replicas) if replica not in homes]
     if 2 * len(hosts) < case.replicas or not _is_uniform(case):

@@ -21,8 +21,7 @@ from adaptra.program.routing import Routing
 from adaptra.program.schedules import GENERATORS, generate
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import MEMORY_TOLERANCE, Blocking, CostModel
-from adaptra.simulation.period import STEPS, pipeline_period
-from adaptra.simulation.simulate import simulate
+from adaptra.simulation.simulate import STEPS, simulate
 
 _FOR_MAKESPAN: Final = 0.3
 """The part of a budget for the search by makespan, whose best program the search by period starts from."""
@@ -47,7 +46,7 @@ class SteadySteps:
 
     def of(self, program: Program, cost: CostModel) -> float:
         """Return the period of a program."""
-        return pipeline_period(program, cost)
+        return simulate(program, cost).period
 
     def bound(self, case: Case) -> float:
         """Return a period that no program of a case is below."""
@@ -288,7 +287,7 @@ class _Contest:
         found = simulate(program, self._case.cost)
         if found.over_memory or any(map(int.__gt__, found.peak_in_flight, self._limits)):
             return
-        times = PERIOD.of(program, self._case.cost), found.makespan
+        times = found.period, found.makespan
         if times < self._times:
             self.best, self._times = program, times
 

@@ -1,16 +1,16 @@
 #include "schedule/evaluate/evaluator.h"
 
 #include "schedule/simulate/constants.h"
-#include "schedule/simulate/simulate.h"
 
 namespace adaptra::schedule {
-Evaluator::Evaluator(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight)
+Evaluator::Evaluator(const Problem& problem, const std::vector<std::int32_t>& in_flight)
     : problem_(problem),
-      rule_(rule),
       limits_(problem, in_flight),
       is_covered_(FastSimulator::covers(problem)),
       ops_(static_cast<std::int64_t>(3) * problem.cost.stages() * problem.microbatches),
       simulator_(problem),
+      job_(is_covered_ ? Job() : job_of(problem)),
+      exact_simulator_(job_, 1),
       best_makespan_(kNever) {}
 
 double Evaluator::evaluate(const std::vector<Sequence>& sequences) {
@@ -36,8 +36,8 @@ bool Evaluator::keep(const std::vector<Sequence>& sequences, double makespan) {
 
 double Evaluator::time(const std::vector<Sequence>& sequences, double at_most) {
   if (is_covered_) return simulator_.makespan(sequences, at_most);
-  const Result result = simulate(problem_, to_orders(sequences, problem_.cost.stages()), rule_);
-  return result.complete ? result.makespan : kNever;
+  const Simulated found = exact_simulator_.run(to_job_orders(to_orders(sequences, problem_.cost.stages())));
+  return found.complete && found.makespan <= at_most ? found.makespan : kNever;
 }
 
 }  // namespace adaptra::schedule

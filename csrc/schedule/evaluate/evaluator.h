@@ -6,8 +6,8 @@
 
 #include "schedule/bounds/limits.h"
 #include "schedule/evaluate/fast_simulator.h"
-#include "schedule/simulate/rule.h"
 #include "schedule/simulate/sequence.h"
+#include "schedule/simulate/simulator.h"
 #include "schedule/simulate/types.h"
 
 namespace adaptra::schedule {
@@ -15,7 +15,7 @@ namespace adaptra::schedule {
 class Evaluator {
  public:
   // `in_flight` is the most microbatches in flight per stage.
-  Evaluator(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight);
+  Evaluator(const Problem& problem, const std::vector<std::int32_t>& in_flight);
 
   // Returns the exact makespan, or infinity when ranks can't execute the sequences within the limits. Keeps the best.
   double evaluate(const std::vector<Sequence>& sequences);
@@ -40,11 +40,12 @@ class Evaluator {
 
  private:
   const Problem& problem_;
-  const Rule& rule_;
   Limits limits_;
   const bool is_covered_;
   const std::int64_t ops_;
   FastSimulator simulator_;
+  const Job job_;              // of use where the FastSimulator does not cover the problem
+  Simulator exact_simulator_;  //
   double best_makespan_;
   std::vector<Sequence> best_;
 };

@@ -4,6 +4,7 @@
 
 #include "schedule/bounds/bounds.h"
 #include "schedule/simulate/constants.h"
+#include "schedule/simulate/links.h"
 
 namespace adaptra::schedule {
 namespace {
@@ -36,10 +37,13 @@ FastSimulator::FastSimulator(const Problem& problem)
       ranks_(at(problem.ranks)),
       held_ranks_(receiver_waits_ ? ranks_.size() : 0),
       causes_(receiver_waits_ ? trace_.times.size() : 0, 0) {
+  Links links;
   for (std::size_t edge = 0; edge + 1 < stages_; ++edge) {
-    forward_.push_back({cost_.occupancy_forward[edge], cost_.latency_forward[edge], 0.0});
-    backward_.push_back({cost_.occupancy_backward[edge], cost_.latency_backward[edge], 0.0});
+    const std::int32_t rank = problem.placement[edge], next = problem.placement[edge + 1];
+    forward_.push_back({cost_.occupancy_forward[edge], cost_.latency_forward[edge], links.of(rank, next)});
+    backward_.push_back({cost_.occupancy_backward[edge], cost_.latency_backward[edge], links.of(next, rank)});
   }
+  link_free_.assign(links.size(), 0.0);
   for (RankState& rank : ranks_) rank.work = 0.0;
   for (std::size_t rank = 0; rank < problem.cost.memory_limit.size(); ++rank)
     memory_limit_[rank] = problem.cost.memory_limit[rank] + kTolerance;
@@ -88,8 +92,7 @@ double FastSimulator::decided_at(std::size_t rank, std::size_t position) const {
 
 template <bool fills>
 double FastSimulator::run(const std::vector<Sequence>& orders, double cutoff, double since) {
-  for (Directed& edge : forward_) edge.free = 0.0;
-  for (Directed& edge : backward_) edge.free = 0.0;
+  std::fill(link_free_.begin(), link_free_.end(), 0.0);
   std::fill(forwards_.begin(), forwards_.end(), 0U);
   std::fill(gradients_.begin(), gradients_.end(), 0U);
   std::fill(weight_grads_.begin(), weight_grads_.end(), 0U);
@@ -164,12 +167,14 @@ void FastSimulator::resume(std::size_t rank, const Sequence& order, double since
     if (s + 1 < stages_ && forwards > 0) {
       take(kept_.forward_there, trace_.forward_there, row + microbatches_, forwards);
       take(kept_.forward_free, trace_.forward_free, row, forwards);
-      forward_[s].free = kept_.forward_free[row + forwards - 1];
+      double& free = link_free_[forward_[s].link];
+      free = std::max(free, kept_.forward_free[row + forwards - 1]);
     }
     if (s > 0 && gradients > 0) {
       take(kept_.gradient_there, trace_.gradient_there, row - microbatches_, gradients);
       take(kept_.gradient_free, trace_.gradient_free, row, gradients);
-      backward_[s - 1].free = kept_.gradient_free[row + gradients - 1];
+      double& free = link_free_[backward_[s - 1].link];
+      free = std::max(free, kept_.gradient_free[row + gradients - 1]);
     }
   }
   if constexpr (fills) filled_[rank].assign(sequence.begin(), sequence.begin() + static_cast<std::ptrdiff_t>(count));
@@ -226,11 +231,11 @@ bool FastSimulator::run_ahead(std::size_t rank, const Sequence& sequence, double
         urgent_left -= cost_.forward[s];
         trace_.forward_record[s * microbatches_ + m] = static_cast<std::uint32_t>(state.first_record + record());
         if (s + 1 < stages_) {
-          Directed& edge = forward_[s];
-          edge.free = std::max(end, edge.free) + edge.occupancy;
-          trace_.forward_there[(s + 1) * microbatches_ + m] = edge.free + edge.latency;
-          trace_.forward_free[s * microbatches_ + m] = edge.free;
-          if (sender_waits_) released = edge.free + edge.latency;
+          const Directed& edge = forward_[s];
+          const double free = link_free_[edge.link] = std::max(end, link_free_[edge.link]) + edge.occupancy;
+          trace_.forward_there[(s + 1) * microbatches_ + m] = free + edge.latency;
+          trace_.forward_free[s * microbatches_ + m] = free;
+          if (sender_waits_) released = free + edge.latency;
           wake(static_cast<std::int32_t>(s + 1), rank);
         }
         break;
@@ -250,11 +255,11 @@ bool FastSimulator::run_ahead(std::size_t rank, const Sequence& sequence, double
         urgent_left -= cost_.input_grad[s];
         trace_.gradient_record[s * microbatches_ + m] = static_cast<std::uint32_t>(state.first_record + record());
         if (s > 0) {
-          Directed& edge = backward_[s - 1];
-          edge.free = std::max(end, edge.free) + edge.occupancy;
-          trace_.gradient_there[(s - 1) * microbatches_ + m] = edge.free + edge.latency;
-          trace_.gradient_free[s * microbatches_ + m] = edge.free;
-          if (sender_waits_) released = edge.free + edge.latency;
+          const Directed& edge = backward_[s - 1];
+          const double free = link_free_[edge.link] = std::max(end, link_free_[edge.link]) + edge.occupancy;
+          trace_.gradient_there[(s - 1) * microbatches_ + m] = free + edge.latency;
+          trace_.gradient_free[s * microbatches_ + m] = free;
+          if (sender_waits_) released = free + edge.latency;
           wake(static_cast<std::int32_t>(s - 1), rank);
         }
         break;

@@ -54,7 +54,8 @@ class FastSimulator {
 
  private:
   struct Directed {
-    double occupancy, latency, free;
+    double occupancy, latency;
+    std::size_t link;  // into link_free_
   };
   struct RankState {
     std::size_t position, first_record;
@@ -102,6 +103,7 @@ class FastSimulator {
   const std::size_t stages_, microbatches_;
   const bool sender_waits_, receiver_waits_;
   std::vector<Directed> forward_, backward_;
+  std::vector<double> link_free_;                    // per directed link between two ranks
   Trace trace_, kept_;                               // of the step last timed, and of the one last kept: empty before
   std::vector<std::uint32_t> forwards_, gradients_;  // per stage, how many have run
   std::vector<std::uint32_t> weight_grads_;          // the same

@@ -10,7 +10,7 @@
 #include <optional>
 #include <vector>
 
-#include "schedule/replicas/job.h"
+#include "schedule/simulate/job.h"
 
 namespace adaptra::schedule {
 

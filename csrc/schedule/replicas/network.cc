@@ -20,12 +20,6 @@ Network::Network(const Job& given, const std::vector<JobOrder>& orders) : job(gi
     for (const JobOp& op : orders[worker])
       connect(nodes[static_cast<std::size_t>(node++)], op, static_cast<std::int32_t>(worker));
   }
-  sends.resize(nodes.size());
-  for (const JobNode& one : nodes) {
-    for (const Need& need : one.needs) {
-      if (need.transfer != kNone) sends[static_cast<std::size_t>(need.node)].push_back(need.transfer);
-    }
-  }
 }
 
 void Network::number(const JobOp& op) {
@@ -80,14 +74,19 @@ void Network::carry(Need& need, std::int32_t from, std::int32_t to, std::int32_t
     return;
   }
   need.transfer = static_cast<std::int32_t>(transfers.size());
-  if (!job.has_ports) {
-    const std::int32_t alone = resource_of(source, destination);
-    transfers.push_back({{alone, alone, alone}, {link.occupancy, link.occupancy, link.occupancy}, link.latency});
-    return;
+  // What a message does not occupy makes it wait for nothing: the first of the three that it does stands for that.
+  const std::array<std::int32_t, 3> place = {resource_of(source, kNone), resource_of(source, destination),
+                                             resource_of(kNone, destination)};
+  const std::array<double, 3> takes_time = {gives, link.occupancy, takes};
+  const auto occupied = static_cast<std::size_t>(
+      std::find_if(takes_time.begin(), takes_time.end(), [](double time) { return time > 0.0; }) - takes_time.begin());
+  Transfer transfer{place, takes_time, link.latency};
+  for (std::size_t i = 0; i < place.size(); ++i) {
+    if (takes_time[i] > 0.0) continue;
+    transfer.resource[i] = place[occupied];
+    transfer.occupancy[i] = takes_time[occupied];
   }
-  const std::array<std::int32_t, 3> resource = {resource_of(source, kNone), resource_of(source, destination),
-                                                resource_of(kNone, destination)};
-  transfers.push_back({resource, {gives, link.occupancy, takes}, link.latency});
+  transfers.push_back(transfer);
 }
 
 // A port that sends is (worker, none), one that receives (none, worker), a link both.

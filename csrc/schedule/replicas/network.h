@@ -5,10 +5,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <tuple>
 #include <utility>
 #include <vector>
 
-#include "schedule/replicas/job.h"
+#include "schedule/simulate/job.h"
 
 namespace adaptra::schedule {
 
@@ -47,7 +48,6 @@ class Network {
   std::vector<JobNode> nodes;
   std::vector<std::int32_t> first;  // per worker: its first node; and one more
   std::vector<Transfer> transfers;
-  std::vector<std::vector<std::int32_t>> sends;  // per node: the rows of the transfers that it sends
   std::int32_t resources = 0;
 
   [[nodiscard]] std::size_t workers() const { return first.size() - 1; }
@@ -61,7 +61,8 @@ class Network {
 
   std::map<std::pair<std::int32_t, std::int32_t>, const Link*> links_;
   std::map<std::pair<std::int32_t, std::int32_t>, std::int32_t> resource_of_;
-  std::array<std::vector<std::int32_t>, kRuledKinds> made_;  // per kind: the node of (replica, stage, microbatch); kNone
+  std::array<std::vector<std::int32_t>, std::tuple_size_v<JobRule>>
+      made_;  // per kind: the node of (replica, stage, microbatch); kNone
 };
 
 }  // namespace adaptra::schedule

@@ -6,7 +6,6 @@
 #include <optional>
 #include <vector>
 
-#include "schedule/replicas/job.h"
 #include "schedule/simulate/types.h"
 
 namespace adaptra::schedule {
@@ -18,12 +17,11 @@ struct PipelinePlan {
 };
 
 struct PipelineSearch {
-  JobRule rule;
-  std::int64_t effort;         // as those of PeriodSearch
-  std::uint64_t seed;          //
-  double enough;               //
-  std::function<bool()> stop;  //
-  std::vector<Order> start;    // F, I and W of each rank, tried first and made to fit the memory; may be empty
+  std::int64_t effort;          // as those of PeriodSearch
+  std::uint64_t seed;           //
+  double enough;                //
+  std::function<bool()> stop;   //
+  std::vector<JobOrder> start;  // F, I and W of each rank, tried first and made to fit the memory; may be empty
 };
 
 // Requires an edge whose directions don't share it, and communication that doesn't block.

@@ -8,8 +8,8 @@
 
 #include "schedule/replicas/list_pass.h"
 #include "schedule/replicas/network.h"
-#include "schedule/replicas/period.h"
 #include "schedule/search/rng.h"
+#include "schedule/simulate/simulator.h"
 
 namespace adaptra::schedule {
 namespace {
@@ -50,8 +50,8 @@ class Search {
         ops_(all_ops(job)),
         network_(job, ops_),
         pass_(network_, options.room),
-        simulator_(network_, kSteps),
-        brief_(network_, kFewSteps),
+        simulator_(job, kSteps),
+        brief_(job, kFewSteps),
         rng_(options.seed),
         no_release_(network_.workers(), 0.0) {
     for (const JobOrder& order : ops_) flat_.insert(flat_.end(), order.begin(), order.end());
@@ -82,16 +82,21 @@ class Search {
       descend(priority, static_cast<double>(rng_.below(3)) / 2.0);
     }
     if (best_.empty()) return std::nullopt;
-    JobPlan plan{best_period_, std::vector<JobOrder>(ops_.size())};
-    for (std::size_t worker = 0; worker < ops_.size(); ++worker) {
-      for (std::int32_t at = network_.first[worker]; at < network_.first[worker + 1]; ++at) {
-        plan.orders[worker].push_back(flat_[static_cast<std::size_t>(best_[static_cast<std::size_t>(at)])]);
-      }
-    }
-    return plan;
+    return JobPlan{best_period_, orders_of(best_)};
   }
 
  private:
+  // The orders of all workers' nodes, one worker after the other.
+  [[nodiscard]] std::vector<JobOrder> orders_of(const std::vector<std::int32_t>& sequence) const {
+    std::vector<JobOrder> orders(ops_.size());
+    for (std::size_t worker = 0; worker < ops_.size(); ++worker) {
+      orders[worker].reserve(ops_[worker].size());
+      for (std::int32_t at = network_.first[worker]; at < network_.first[worker + 1]; ++at)
+        orders[worker].push_back(flat_[static_cast<std::size_t>(sequence[static_cast<std::size_t>(at)])]);
+    }
+    return orders;
+  }
+
   [[nodiscard]] bool ends() const {
     if (best_.empty()) return spent_ > 8 * options_.effort;
     return best_period_ <= options_.enough * (1.0 + kTolerance) || spent_ > options_.effort ||
@@ -130,7 +135,7 @@ class Search {
       std::int32_t at = network_.first[worker];
       for (const JobOp& op : orders[worker]) sequence[static_cast<std::size_t>(at++)] = place(op);
     }
-    const Period found = brief_.run(sequence, Detail::Times);
+    const Simulated found = brief_.run(orders_of(sequence), Detail::Times);
     if (!found.complete) return {};
     std::vector<double> starts(network_.nodes.size());
     for (std::size_t worker = 0; worker < orders.size(); ++worker) {
@@ -148,8 +153,9 @@ class Search {
     for (double least = std::numeric_limits<double>::infinity(); !ends();) {
       spent_ += static_cast<std::int64_t>(network_.nodes.size());
       if (!pass_.run(false, priority, no_release_, patience)) return;
-      Period found = brief_.run(pass_.sequence());
-      if (found.complete && found.period < best_period_ * (1.0 - kTolerance)) found = simulator_.run(pass_.sequence());
+      const std::vector<JobOrder> orders = orders_of(pass_.sequence());
+      Simulated found = brief_.run(orders);
+      if (found.complete && found.period < best_period_ * (1.0 - kTolerance)) found = simulator_.run(orders);
       if (!found.complete) return;
       if (found.period < best_period_ * (1.0 - kTolerance)) {
         best_period_ = found.period;
@@ -198,8 +204,8 @@ class Search {
   const std::vector<JobOrder> ops_;
   const Network network_;
   ListPass pass_;
-  PeriodSimulator simulator_;
-  PeriodSimulator brief_;  // for what is no better after few steps already
+  Simulator simulator_;
+  Simulator brief_;  // for what is no better after few steps already
   Rng rng_;
   const std::vector<double> no_release_;
   JobOrder flat_;

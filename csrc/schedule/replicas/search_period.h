@@ -6,8 +6,8 @@
 #include <optional>
 #include <vector>
 
-#include "schedule/replicas/job.h"
 #include "schedule/replicas/list_pass.h"
+#include "schedule/simulate/job.h"
 
 namespace adaptra::schedule {
 

@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "schedule/simulate/constants.h"
-#include "schedule/simulate/simulate.h"
 
 namespace adaptra::schedule {
 namespace {
@@ -22,10 +21,9 @@ constexpr std::array<float, 3> kFirstPatience = {1.0F, 0.75F, 0.5F};
 
 }  // namespace
 
-LocalSearch::LocalSearch(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight,
-                         WeightGrads weight_grads, Evaluator& evaluator, Rng& rng)
+LocalSearch::LocalSearch(const Problem& problem, const std::vector<std::int32_t>& in_flight, WeightGrads weight_grads,
+                         Evaluator& evaluator, Rng& rng)
     : problem_(problem),
-      rule_(rule),
       limits_(problem, in_flight),
       is_covered_(FastSimulator::covers(problem)),
       filled_(weight_grads == WeightGrads::Filled),
@@ -65,8 +63,7 @@ void LocalSearch::set_first_patience() {
 double LocalSearch::time(double cutoff) {
   if (filled_) return simulator_.fill(current_, patience_, cutoff, since_);
   if (is_covered_) return simulator_.makespan(current_, cutoff, since_);
-  const Result result = simulate(problem_, to_orders(current_, problem_.cost.stages()), rule_);
-  return result.complete && result.makespan <= cutoff ? result.makespan : kNever;
+  return evaluator_.time(current_, cutoff);
 }
 
 void LocalSearch::keep_current() {

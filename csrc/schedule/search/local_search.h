@@ -22,7 +22,7 @@ enum class WeightGrads : std::uint8_t { Placed, Filled };
 // ago. WeightGrads::Filled requires FastSimulator::fills(problem).
 class LocalSearch final : public SearchArm {
  public:
-  LocalSearch(const Problem& problem, const Rule& rule, const std::vector<std::int32_t>& in_flight, WeightGrads weight_grads,
+  LocalSearch(const Problem& problem, const std::vector<std::int32_t>& in_flight, WeightGrads weight_grads,
               Evaluator& evaluator, Rng& rng);
 
   // Starts again from the evaluator's best orders if they are not this search's own.
@@ -52,7 +52,6 @@ class LocalSearch final : public SearchArm {
   void undo();
 
   const Problem& problem_;
-  const Rule& rule_;
   Limits limits_;
   const bool is_covered_, filled_;
   FastSimulator simulator_;

@@ -74,13 +74,12 @@ constexpr double kGrowth = 1.25;
 
 class Search {
  public:
-  Search(const Problem& problem, const Rule& rule, const SearchOptions& options)
+  Search(const Problem& problem, const SearchOptions& options)
       : problem_(problem),
-        rule_(rule),
         options_(options),
         most_(most_in_flight(problem, options.in_flight)),
         rng_(options.seed),
-        evaluator_(problem, rule, options.in_flight) {}
+        evaluator_(problem, options.in_flight) {}
 
   std::optional<Plan> run() {
     auto policies = std::make_unique<PolicyClimb>(problem_, options_.warm_ups, most_, evaluator_, rng_);
@@ -119,7 +118,7 @@ class Search {
   // Makes the arms, but not before there is a plan: on large problems that takes as long as finding the first.
   void add_arms(std::unique_ptr<PolicyClimb> policies) {
     const auto local_search = [&](WeightGrads weight_grads) {
-      return std::make_unique<LocalSearch>(problem_, rule_, options_.in_flight, weight_grads, evaluator_, rng_);
+      return std::make_unique<LocalSearch>(problem_, options_.in_flight, weight_grads, evaluator_, rng_);
     };
     const bool fills = FastSimulator::fills(problem_);
     if (fills) {
@@ -160,7 +159,6 @@ class Search {
   }
 
   const Problem& problem_;
-  const Rule& rule_;
   const SearchOptions& options_;
   const std::vector<std::int32_t> most_;
   Rng rng_;
@@ -172,8 +170,8 @@ class Search {
 
 }  // namespace
 
-std::optional<Plan> search_orders(const Problem& problem, const Rule& rule, const SearchOptions& options) {
-  return Search(problem, rule, options).run();
+std::optional<Plan> search_orders(const Problem& problem, const SearchOptions& options) {
+  return Search(problem, options).run();
 }
 
 }  // namespace adaptra::schedule

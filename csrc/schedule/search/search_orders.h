@@ -6,7 +6,6 @@
 #include <optional>
 #include <vector>
 
-#include "schedule/simulate/simulate.h"
 #include "schedule/simulate/types.h"
 
 namespace adaptra::schedule {
@@ -37,6 +36,6 @@ struct SearchOptions {
 // Searches list-scheduling policies and steady states around the given warm-up counts, and the orders around the best of them.
 // The same input leads to the same plan as long as `stop` says the same: the search itself counts ops, not time. It ends at the
 // lower bound. Returns nothing when no policy led to a plan within the limits.
-[[nodiscard]] std::optional<Plan> search_orders(const Problem& problem, const Rule& rule, const SearchOptions& options);
+[[nodiscard]] std::optional<Plan> search_orders(const Problem& problem, const SearchOptions& options);
 
 }  // namespace adaptra::schedule

@@ -9,9 +9,8 @@
 #include "schedule/bounds/fit_memory.h"
 #include "schedule/evaluate/evaluator.h"
 #include "schedule/simulate/constants.h"
-#include "schedule/simulate/repeated.h"
 #include "schedule/simulate/sequence.h"
-#include "schedule/simulate/simulate.h"
+#include "schedule/simulate/simulator.h"
 
 namespace adaptra::schedule {
 namespace {
@@ -21,17 +20,17 @@ constexpr double kPrecision = 1e-3;
 
 class SpareMemory {
  public:
-  SpareMemory(const Problem& problem, const Rule& rule, const std::vector<Order>& orders, double at_most, std::int64_t effort,
-              std::int32_t steps)
+  SpareMemory(const Problem& problem, const std::vector<Order>& orders, double at_most, std::int64_t effort, std::int32_t steps)
       : problem_(problem),
-        rule_(rule),
         steps_(steps),
-        evaluator_(problem, rule, std::vector<std::int32_t>(problem.placement.size(), problem.microbatches)),
+        evaluator_(problem, std::vector<std::int32_t>(problem.placement.size(), problem.microbatches)),
         at_most_(at_most),
         left_(effort),
         sequences_(to_sequences(orders)),
         least_(at(problem.ranks), 0.0),
-        fit_(problem) {
+        fit_(problem),
+        job_(job_of(problem)),
+        simulator_(job_, steps) {
     for (std::size_t s = 0; s < problem.placement.size(); ++s)
       least_[at(problem.placement[s])] += problem.cost.memory_forward[s];
     for (const Sequence& sequence : sequences_) peaks_.push_back(peak(sequence));
@@ -93,7 +92,8 @@ class SpareMemory {
     }
     const std::vector<Order> orders = to_orders(sequences, problem_.cost.stages());
     for (const Order& order : orders) left_ -= static_cast<std::int64_t>(order.size()) * steps_;
-    return period_of(problem_, orders, rule_, steps_).value_or(std::numeric_limits<double>::infinity());
+    const Simulated found = simulator_.run(to_job_orders(orders));
+    return found.complete ? found.period : kNever;
   }
 
   [[nodiscard]] double peak(const Sequence& sequence) const {
@@ -112,7 +112,6 @@ class SpareMemory {
   }
 
   const Problem& problem_;
-  const Rule& rule_;
   const std::int32_t steps_;
   Evaluator evaluator_;
   const double at_most_;
@@ -121,13 +120,15 @@ class SpareMemory {
   std::vector<double> least_;  // per rank, the memory of one microbatch
   std::vector<double> peaks_;  // per rank
   FitMemory fit_;
+  const Job job_;
+  Simulator simulator_;
 };
 
 }  // namespace
 
-std::vector<Order> spare_memory(const Problem& problem, const Rule& rule, const std::vector<Order>& orders, double at_most,
-                                std::int64_t effort, std::int32_t steps) {
-  return SpareMemory(problem, rule, orders, at_most, effort, steps).run();
+std::vector<Order> spare_memory(const Problem& problem, const std::vector<Order>& orders, double at_most, std::int64_t effort,
+                                std::int32_t steps) {
+  return SpareMemory(problem, orders, at_most, effort, steps).run();
 }
 
 }  // namespace adaptra::schedule

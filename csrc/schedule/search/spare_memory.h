@@ -14,7 +14,7 @@ namespace adaptra::schedule {
 // is `orders` where these can't be improved.
 //
 // Counts ops, not time: it ends once about `effort` of them have been timed.
-[[nodiscard]] std::vector<Order> spare_memory(const Problem& problem, const Rule& rule, const std::vector<Order>& orders,
-                                              double at_most, std::int64_t effort, std::int32_t steps = 1);
+[[nodiscard]] std::vector<Order> spare_memory(const Problem& problem, const std::vector<Order>& orders, double at_most,
+                                              std::int64_t effort, std::int32_t steps = 1);
 
 }  // namespace adaptra::schedule

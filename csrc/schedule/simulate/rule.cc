@@ -2,24 +2,48 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <functional>
 #include <stdexcept>
 
 namespace adaptra::schedule {
 
-CompiledRule::CompiledRule(const Rule& rule) {
-  for (const Row& row : rule) {
-    if (std::abs(row.offset) > 1) throw std::invalid_argument("a dependency points further than to a neighbouring stage");
-    const auto same = [&row](const Column& column) { return column.offset == row.offset && column.kinds == row.kinds; };
-    const auto found = std::find_if(columns.begin(), columns.end(), same);
-    const auto index = static_cast<std::size_t>(found - columns.begin());
-    if (found == columns.end()) columns.push_back({row.offset, row.kinds});
-    needs[static_cast<std::size_t>(row.kind)].push_back(index);
+namespace {
+
+// Whether some microbatch of a replica is on another worker than the one before it, on some stage.
+bool changes_workers(const Job& job) {
+  for (std::size_t first = 0; first < job.holder.size(); first += static_cast<std::size_t>(job.microbatches)) {
+    const auto begin = job.holder.begin() + static_cast<std::ptrdiff_t>(first);
+    if (std::adjacent_find(begin, begin + job.microbatches, std::not_equal_to<>()) != begin + job.microbatches) return true;
   }
-  for (const Kind kind : {Kind::F, Kind::I, Kind::W, Kind::B}) {
-    for (std::size_t index = 0; index < columns.size(); ++index) {
-      if (columns[index].kinds & bit_of(kind)) meets[static_cast<std::size_t>(kind)].push_back(index);
+  return false;
+}
+
+}  // namespace
+
+CompiledRule::CompiledRule(const Job& job) {
+  const bool changes = changes_workers(job);
+  std::vector<Column> all;
+  for (std::size_t kind = 0; kind < job.rule.size(); ++kind) {
+    for (const JobRow& row : job.rule[kind]) {
+      if (std::abs(row.offset) > 1) throw std::invalid_argument("a dependency points further than to a neighbouring stage");
+      if (row.when != When::Always && !(changes && (row.when == When::Changing || job.hands_over))) continue;
+      Column column{row.offset, row.later, row.when, 0, all.size()};
+      for (const JobKind met_by : row.kinds) column.kinds |= bit_of(met_by);
+      const auto same = [&column](const Column& other) {
+        return other.offset == column.offset && other.later == column.later && other.when == column.when &&
+               other.kinds == column.kinds;
+      };
+      const auto found = std::find_if(all.begin(), all.end(), same);
+      needs[kind].push_back(found == all.end() ? column : *found);
+      if (found == all.end()) all.push_back(column);
     }
   }
+  for (std::size_t kind = 0; kind < meets.size(); ++kind) {
+    for (const Column& column : all) {
+      if (column.kinds & bit_of(static_cast<JobKind>(kind))) meets[kind].push_back(column);
+    }
+  }
+  columns = all.size();
 }
 
 }  // namespace adaptra::schedule

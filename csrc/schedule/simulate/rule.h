@@ -2,30 +2,32 @@
 #pragma once
 
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
-#include "schedule/simulate/types.h"
+#include "schedule/simulate/job.h"
 
 namespace adaptra::schedule {
 
-inline constexpr std::size_t kKinds = 4;
-
-// One need of an op: the output of an op of one of `kinds` on the stage at `offset` from its own.
+// One need of an op: the output of an op of one of `kinds`, `offset` stages further and `later` microbatches later.
 struct Column {
   std::int32_t offset;
-  std::uint8_t kinds;
+  std::int32_t later;
+  When when;
+  unsigned kinds;     // bit_of(kind) of each
+  std::size_t index;  // among all columns
 };
 
-// The distinct needs of a rule, the columns. For every kind, which of them it waits for, and which of them it meets. A column
-// with an offset is met by a message.
+// The distinct needs of a job, the columns, without those that never count in it. For every kind, those that it waits for, and
+// those that it meets.
 struct CompiledRule {
-  std::vector<Column> columns;
-  std::array<std::vector<std::size_t>, kKinds> needs;
-  std::array<std::vector<std::size_t>, kKinds> meets;
+  std::size_t columns = 0;
+  std::array<std::vector<Column>, kJobKinds> needs;
+  std::array<std::vector<Column>, kJobKinds> meets;
 
   // Throws std::invalid_argument when an offset is not -1, 0 or +1: messages travel between neighbouring stages only.
-  explicit CompiledRule(const Rule& rule);
+  explicit CompiledRule(const Job& job);
 };
 
 }  // namespace adaptra::schedule

@@ -1,6 +1,8 @@
 // The planning problem as plain numbers: what adaptra.simulation.cost and adaptra.program hold, without Python.
 #pragma once
 
+#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -44,24 +46,45 @@ struct Cost {
   }
 };
 
-// A cost model, the number of microbatches of a step, and the rank of each stage.
+// The letters of adaptra.program.Kind that occupy a worker. Messages are timed, not executed.
+enum class JobKind : std::uint8_t { F, I, W, B, Reduce, Step };
+
+constexpr std::size_t kJobKinds = 6;
+
+[[nodiscard]] constexpr unsigned bit_of(JobKind kind) { return 1U << static_cast<unsigned>(kind); }
+
+// An op of several replicas.
+struct JobOp {
+  std::int32_t replica;
+  std::int32_t stage;
+  JobKind kind;
+  std::int32_t microbatch;  // 0 for Reduce and Step
+};
+
+using JobOrder = std::vector<JobOp>;
+
+// When a row counts, as adaptra.program.dependencies.When says.
+enum class When : std::uint8_t { Always, HandedOver, Changing };
+
+// One row of adaptra.program.dependencies.RULE: what an op of the row's kind needs. That is an op of one of `kinds`, `offset`
+// stages further and `later` microbatches later.
+struct JobRow {
+  std::int32_t offset;
+  std::vector<JobKind> kinds;
+  std::int32_t later;
+  When when;
+};
+using JobRule = std::array<std::vector<JobRow>, 4>;  // of F, I, W and B
+
+[[nodiscard]] constexpr std::uint8_t bit_of(Kind kind) { return static_cast<std::uint8_t>(1U << static_cast<unsigned>(kind)); }
+
+// A cost model, the number of microbatches of a step, the rank of each stage, and what ops need.
 struct Problem {
   Cost cost;
   std::int32_t microbatches = 0;
   std::vector<std::int32_t> placement;
   std::int32_t ranks = 0;
+  JobRule rule;
 };
-
-// One row of adaptra.program.dependencies.RULE that always counts. An op of `kind` on stage s needs an op of one of `kinds` on
-// stage s + offset and the same microbatch. `kinds` has bit_of(kind) set for every kind that meets the need.
-struct Row {
-  Kind kind;
-  std::int32_t offset;
-  std::uint8_t kinds;
-};
-
-using Rule = std::vector<Row>;
-
-[[nodiscard]] constexpr std::uint8_t bit_of(Kind kind) { return static_cast<std::uint8_t>(1U << static_cast<unsigned>(kind)); }
 
 }  // namespace adaptra::schedule

@@ -18,7 +18,7 @@ from adaptra.runtime.control.deciding.replanning import Planning
 from adaptra.runtime.control.plans.plan import MAX_REASON, Edges, Plan
 from adaptra.runtime.detection.detector import Detection
 from adaptra.simulation.case import Case
-from adaptra.simulation.period import simulate_period
+from adaptra.simulation.simulate import simulate
 
 LONGEST_SEARCH: Final = 0.2
 """Seconds of the longest search for remedies: with more, it finds hardly any better ones."""
@@ -87,7 +87,7 @@ class JobPlanning(Planning):
     def expect(self, program: Program, detection: Detection) -> float:
         """The period of a program under the detected costs of all replicas."""
         case = self._case(detection, Case(detection.cost, program.microbatches, program.placement))
-        return simulate_period(self._of_job(program), case).period
+        return simulate(self._of_job(program), case).period
 
     def _case(self, detection: Detection, case: Case) -> Case:
         """Return the job's case: the costs of each replica, and the memory of its ranks in microbatches."""
@@ -102,7 +102,7 @@ class JobPlanning(Planning):
         """Return the case with room for what runs. A limit in bytes allows more than as many whole microbatches."""
         if case.memory is None:
             return case
-        held = simulate_period(running, case).held
+        held = simulate(running, case).held
         by_rank = (max(held[rank :: self.ranks]) for rank in range(self.ranks))
         return replace(case, memory=tuple(map(max, case.memory, by_rank)))
 

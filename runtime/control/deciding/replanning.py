@@ -17,7 +17,8 @@ from adaptra.runtime.detection.detector import Detection
 from adaptra.runtime.detection.step_noise import steps_until_sure
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.period import alike_case, simulate_period
+from adaptra.simulation.job import alike_case
+from adaptra.simulation.simulate import simulate
 
 
 def nothing_helps(_case: Case, _program: Program, _spread: Edges, _rounded: Edges) -> None:
@@ -31,7 +32,7 @@ def step_seconds(program: Program, cost: CostModel, *, barrier: bool) -> float:
     """
     if program.is_one_pipeline:
         return timing_of(barrier=barrier).of(program, cost)
-    return simulate_period(program, replace(alike_case(program, cost), barrier=barrier)).period
+    return simulate(program, replace(alike_case(program, cost), barrier=barrier)).period
 
 
 def step_bound(case: Case) -> float:

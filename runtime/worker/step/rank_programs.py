@@ -33,8 +33,7 @@ from adaptra.runtime.worker.step.program_messages import BatchShapes, MessageSha
 from adaptra.runtime.worker.step.shapes import FIRST, RankShape, StepShape
 from adaptra.runtime.worker.step.stage_factory import changing_in
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.period import simulate_alike
-from adaptra.simulation.simulate import simulate
+from adaptra.simulation.simulate import Simulation, simulate
 
 MOST_PREPARED: Final = 4
 """The number of executors of proposed plans that are kept. A plan that was evicted is lowered again when it runs."""
@@ -345,10 +344,10 @@ def check_memory(what: str, program: Program, cost: CostModel) -> None:
     Raises:
         PlanError: Names the rank, the memory that it would need and its limit.
     """
-    if not program.is_one_pipeline:
-        _check_memory_of_workers(what, program, cost)
-        return
     found = simulate(program, cost)
+    if not program.is_one_pipeline:
+        _check_memory_of_workers(what, found)
+        return
     for rank in found.over_memory:
         assert cost.memory_limit is not None, "only a limit can be exceeded"
         raise PlanError(
@@ -357,8 +356,7 @@ def check_memory(what: str, program: Program, cost: CostModel) -> None:
         )
 
 
-def _check_memory_of_workers(what: str, program: Program, cost: CostModel) -> None:
-    found = simulate_alike(program, cost)
+def _check_memory_of_workers(what: str, found: Simulation) -> None:
     for worker in found.over_memory:
         case = found.case
         assert case.memory is not None, "only a limit can be exceeded"

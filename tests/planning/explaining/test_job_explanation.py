@@ -16,7 +16,7 @@ from adaptra.planning.explaining.job_explanation import JobExplanation, explain_
 from adaptra.planning.routes.job_planner import plan_job
 from adaptra.simulation.case import Case, WorkerLink
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.period import simulate_period
+from adaptra.simulation.simulate import simulate
 
 LOST = replace(even_case(3, 4, 6, 3.0), lost=frozenset({6}))
 TWO_LOST = replace(even_case(3, 4, 6, 3.0), lost=frozenset({6, 10}))
@@ -71,7 +71,7 @@ def test_a_role_move_is_named_where_one_stage_lost_too_many() -> None:
     (remark,) = (remark for remark in found.remarks if remark.startswith("role move: "))
     assert remark == "role move: worker 7 to the place of 6; that would leave a work bound of 30 instead of 57"
     spread = replace(TWO_LOST, lost=frozenset({7, 10}))
-    assert simulate_period(plan_job(spread), spread).period == 30
+    assert simulate(plan_job(spread), spread).period == 30
     assert not any(remark.startswith("role move: ") for remark in explained(LOST).remarks)
 
 
@@ -94,7 +94,7 @@ def test_missing_room_is_named_and_enough() -> None:
     assert SLOW.memory is not None
     more, period = map(int, named.groups())
     roomy = [replace(SLOW, memory=tuple(room + extra for room in SLOW.memory)) for extra in (more - 1, more)]
-    less, enough = (simulate_period(plan_job(one), one).period for one in roomy)
+    less, enough = (simulate(plan_job(one), one).period for one in roomy)
     assert enough == period < less
     assert all(values_of(found, "memory limit").values())
     assert values_of(found, "microbatches that a worker keeps") == {"worker 6 of stage 2": pytest.approx(8 * 4 / 7)}

@@ -26,7 +26,7 @@ from adaptra.program.routing import Route, Routing
 from adaptra.program.verify import verify
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.period import simulate_period
+from adaptra.simulation.simulate import simulate
 
 EFFORT = 300_000
 Hurt = Callable[[CostModel], CostModel]
@@ -77,8 +77,8 @@ def late(stage: int, forwards: float = 6.0) -> Hurt:
 def ratio(shape: Shape, hurt: dict[int, Hurt], found: RemedyComparison) -> float:
     """The chosen program's period under the costs without noise, ÷ that of the healthy job."""
     verify(found.best.program)
-    healthy = simulate_period(shape.healthy(), shape.case()).period
-    return simulate_period(found.best.program, shape.case(hurt)).period / healthy
+    healthy = simulate(shape.healthy(), shape.case()).period
+    return simulate(found.best.program, shape.case(hurt)).period / healthy
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -105,7 +105,7 @@ def test_buffers_that_a_forward_changes_keep_their_order_and_the_same_target(sta
     program = found.best.program
     assert found.best.kind is JobRemedy.SHARE and ratio(shape, hurt, found) <= 1.30
     verify(program, changing=case.changing)
-    forwards = {one.op: one for workers in simulate_period(program, case).steps[:1] for row in workers for one in row}
+    forwards = {one.op: one for workers in simulate(program, case).steps[:1] for row in workers for one in row}
     handed_over = 0
     for op, interval in forwards.items():
         if op.kind is Kind.F and op.microbatch > 0:
@@ -148,7 +148,7 @@ def test_three_narrow_links_of_four_cost_at_most_a_tenth_above_the_flow_bound(he
     hurt = {replica: narrow(1) for replica in range(4) if replica != healthy}
     found = compare_remedies(shape.case(hurt, 1), shape.healthy(), effort=EFFORT)
     assert found.best.kind is JobRemedy.DETOUR
-    period = simulate_period(found.best.program, shape.case(hurt)).period
+    period = simulate(found.best.program, shape.case(hurt)).period
     assert period <= 1.1 * flow_bound(shape.case(hurt)).value
 
 
@@ -195,7 +195,7 @@ def test_every_candidate_runs_and_none_that_is_slower_is_chosen(
     for one in found.candidates:
         verify(one.program)
         under = delegated if one.kind is JobRemedy.DELEGATE else case
-        simulated = simulate_period(one.program, under)
+        simulated = simulate(one.program, under)
         assert one.period == simulated.period
         assert one is keep or not simulated.over_memory
         assert one.over_memory or one.period >= one.bound * (1 - 1e-9)
@@ -218,8 +218,8 @@ def test_routes_are_given_back_once_the_job_is_healthy(hurt: Hurt) -> None:
     assert kept.kind is JobRemedy.KEEP, "as long as it is hurt"
     back = compare_remedies(shape.case(seed=3), running.program, effort=EFFORT).best
     assert (back.kind, back.moved, back.hand_overs) == (JobRemedy.REORDER, 0, 0)
-    healthy = simulate_period(shape.healthy(), shape.case()).period
-    assert simulate_period(back.program, shape.case()).period <= 1.02 * healthy
+    healthy = simulate(shape.healthy(), shape.case()).period
+    assert simulate(back.program, shape.case()).period <= 1.02 * healthy
 
 
 def test_the_delegate_wins_if_its_links_are_as_good_and_opening_them_costs_little() -> None:
@@ -237,7 +237,7 @@ def test_a_slow_worker_shares_what_the_others_memory_allows() -> None:
     running = compare_remedies(shape.case(memory=memory), shape.healthy(), effort=EFFORT).best.program
     found = compare_remedies(shape.case({0: slow(1, 3.0)}, memory=memory), running, effort=EFFORT)
     assert found.best.kind is JobRemedy.SHARE
-    assert max(simulate_period(found.best.program, found.case).held) <= 2
+    assert max(simulate(found.best.program, found.case).held) <= 2
 
 
 def test_without_room_no_remedy_is_possible() -> None:

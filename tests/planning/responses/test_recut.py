@@ -12,7 +12,7 @@ from adaptra.planning.responses.normalize import losses, stage_load, stage_work
 from adaptra.planning.responses.recut import recuts
 from adaptra.planning.routes.job_planner import plan_job
 from adaptra.simulation.case import Case
-from adaptra.simulation.period import simulate_period
+from adaptra.simulation.simulate import simulate
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -53,8 +53,8 @@ def test_a_larger_stage_has_room_for_fewer_microbatches() -> None:
 
 def test_a_planned_recut_repeats_faster_than_routes_alone() -> None:
     case = replace(even_case(3, 4, 6, 3.0), lost=frozenset({6}))
-    routed = simulate_period(plan_job(case, effort=100_000), case).period
-    periods = [simulate_period(plan_job(one.case, effort=100_000), one.case).period for one in recuts(case, 12)]
+    routed = simulate(plan_job(case, effort=100_000), case).period
+    periods = [simulate(plan_job(one.case, effort=100_000), one.case).period for one in recuts(case, 12)]
     assert min(periods) < 0.87 * routed
     assert min(periods) >= min(worst(one.case) for one in recuts(case, 12)) - 1e-9
 

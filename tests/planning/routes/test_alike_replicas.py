@@ -14,7 +14,7 @@ from adaptra.planning.routes.route import share_evenly
 from adaptra.program.routing import Routing
 from adaptra.program.verify import verify
 from adaptra.simulation.case import WorkerLink
-from adaptra.simulation.period import simulate_period
+from adaptra.simulation.simulate import simulate
 
 
 def test_only_replicas_with_a_part_in_a_failure_stay_apart() -> None:
@@ -52,4 +52,4 @@ def test_the_whole_job_takes_as_long_as_the_merged_one(seed: int) -> None:
         for replica in group[1:]:
             there = [program.orders[worker] for worker in program.routing.workers[replica] if worker is not None]
             assert there == [tuple(replace(op, replica=replica) for op in order) for order in first]
-    assert simulate_period(program, more).held
+    assert simulate(program, more).held

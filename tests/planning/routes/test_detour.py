@@ -12,7 +12,7 @@ from adaptra.program.routing import Routing
 from adaptra.program.verify import verify
 from adaptra.simulation.case import Case, WorkerLink
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.period import simulate_period
+from adaptra.simulation.simulate import simulate
 
 
 def narrow(replicas: int, stages: int, microbatches: int, *links: tuple[int, int]) -> Case:
@@ -86,4 +86,4 @@ def test_a_plan_round_a_narrow_link_is_as_short_as_a_healthy_one() -> None:
         case = narrow(4, 2, 16, *links)
         program = plan_job(case, effort=400_000)
         verify(program, hands_over=False)
-        assert simulate_period(program, case).period <= 1.05 * 48.0
+        assert simulate(program, case).period <= 1.05 * 48.0

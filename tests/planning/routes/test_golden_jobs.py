@@ -14,7 +14,7 @@ from adaptra.planning.routes.period_bound import period_bound
 from adaptra.program.placement import in_turn, v_shaped
 from adaptra.program.verify import verify
 from adaptra.simulation.case import Case, WorkerLink
-from adaptra.simulation.period import simulate_period
+from adaptra.simulation.simulate import simulate
 
 
 def even(replicas: int, stages: int, microbatches: int, optimizer: float = 3.0) -> Case:
@@ -53,7 +53,7 @@ def test_each_plan_is_what_it_was(name: str, golden: Callable[[str, str], None])
     program = plan_job(case, effort=200_000)
     golden(f"job_{name}.sched", str(program))
     verify(program, hands_over=case.hands_over, barrier=case.barrier)
-    simulated = simulate_period(program, case)
+    simulated = simulate(program, case)
     assert simulated.period == period
     assert simulated.period >= period_bound(case, program.routing).value
     assert not simulated.over_memory
@@ -66,4 +66,4 @@ def test_each_lowered_plan_is_what_it_was(name: str, golden: Callable[[str, str]
     lowered = insert.apply(plan_job(case, effort=200_000), case.cost)
     golden(f"job_{name}_lowered.sched", str(lowered))
     verify(lowered, hands_over=case.hands_over)
-    assert simulate_period(lowered, case).period == period
+    assert simulate(lowered, case).period == period

@@ -18,7 +18,7 @@ from adaptra.program.placement import v_shaped
 from adaptra.program.verify import verify
 from adaptra.simulation.case import Case, WorkerLink
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.period import simulate_period
+from adaptra.simulation.simulate import simulate
 
 
 def losing(replicas: int, stages: int, microbatches: int, *lost: tuple[int, int]) -> Case:
@@ -32,7 +32,7 @@ def test_plans_of_random_jobs_are_legal_and_not_below_the_bound(seed: int, links
     case = random_case(seed, links=links, shapes=seed % 3 > 0)
     program = plan_job(case, effort=20_000)
     verify(program, hands_over=case.hands_over, barrier=case.barrier, changing=case.changing)
-    simulated = simulate_period(program, case)
+    simulated = simulate(program, case)
     assert simulated.period >= period_bound(case, program.routing).value * (1 - 1e-9)
 
 
@@ -47,14 +47,14 @@ def test_workers_with_several_stages_keep_their_memory(seed: int, room: int) -> 
         # A microbatch takes a place on each of a worker's stages, and fewer are not enough.
         assert room < max(case.placement.count(rank) for rank in range(case.ranks))
         return
-    simulated = simulate_period(program, case)
+    simulated = simulate(program, case)
     assert max(simulated.held) <= room
     assert simulated.period >= period_bound(case, program.routing).value * (1 - 1e-9)
 
 
 def test_a_v_needs_no_more_room_than_its_two_stages_hold_at_once() -> None:
     case = replace(even_case(2, 8, 6, 1.0), placement=v_shaped(4), memory=(2,) * 4)
-    assert max(simulate_period(plan_job(case, effort=20_000), case).held) == 2
+    assert max(simulate(plan_job(case, effort=20_000), case).held) == 2
     with pytest.raises(
         PlanError,
         match=r"^mem_cap \[1, 1, 1, 1\]: room for 1 on rank 0: expected at least 2, as many micro",
@@ -77,7 +77,7 @@ def test_what_a_worker_computes_of_one_stage_counts_for_the_next() -> None:
 def test_the_published_example_takes_the_published_time(lost: tuple[tuple[int, int], ...], period: float) -> None:
     # ReCycle's example: 3 replicas of 4 stages, 6 microbatches, STEP takes 3. All but the healthy one are at the work bound.
     case = losing(3, 4, 6, *lost)
-    assert simulate_period(plan_job(case), case).period == period
+    assert simulate(plan_job(case), case).period == period
 
 
 def test_the_same_arguments_give_the_same_plan() -> None:
@@ -140,14 +140,14 @@ def test_a_slow_worker_costs_no_more_where_its_accumulator_is_handed_over(worker
     assert case.hands_over
     program = plan_job(case, effort=400_000)
     verify(program)
-    assert simulate_period(program, case).period == 30.0
+    assert simulate(program, case).period == 30.0
 
 
 @pytest.mark.parametrize(("stages", "stage", "port"), [(2, 0, 6.0), (4, 1, 6.0), (4, 3, 6.0), (4, 2, 3.0)])
 def test_plans_round_a_narrow_port_are_near_the_flow_bound(stages: int, stage: int, port: float) -> None:
     case = replace(even_case(2, stages, 16), ports={stage: port}, hands_over=False)
     program = plan_job(case, effort=1_000_000)
-    assert flow_bound(case).value <= simulate_period(program, case).period <= 1.1 * flow_bound(case).value
+    assert flow_bound(case).value <= simulate(program, case).period <= 1.1 * flow_bound(case).value
 
 
 def test_waiting_for_a_better_op_shortens_a_plan() -> None:
@@ -155,12 +155,12 @@ def test_waiting_for_a_better_op_shortens_a_plan() -> None:
     # to be below 96. The exact solver finds 93.
     case = replace(losing(2, 4, 4, (0, 0), (1, 1), (1, 2)), hands_over=False, memory=(8,) * 4)
     case = replace(case, cost=CostModel.uniform(4, 3, 4, 4), step=(4.0,) * 4)
-    assert simulate_period(plan_job(case, effort=300_000), case).period <= 93.0
+    assert simulate(plan_job(case, effort=300_000), case).period <= 93.0
 
 
 def test_memory_is_kept() -> None:
     case = replace(losing(3, 4, 6, (1, 2)), memory=(4, 4, 4, 4))
-    simulated = simulate_period(plan_job(case, budget=0.05), case)
+    simulated = simulate(plan_job(case, budget=0.05), case)
     assert max(simulated.held) <= 4
     assert not simulated.over_memory
     assert simulated.period <= 33.0
@@ -175,9 +175,9 @@ def test_a_budget_that_is_none_is_refused() -> None:
 def test_a_link_that_is_busy_for_a_good_part_of_the_period_is_gone_round(occupancy: float) -> None:
     cost = CostModel.uniform(4, 1, 1, 1, occupancy=0.5)
     case = replace(even_case(2, 4, 8), cost=cost, hands_over=False)
-    healthy = simulate_period(plan_job(case, effort=200_000), case).period
+    healthy = simulate(plan_job(case, effort=200_000), case).period
     slow = replace(case, links={ends: WorkerLink(0.0, occupancy) for ends in ((1, 2), (2, 1))})
-    assert simulate_period(plan_job(slow, effort=200_000), slow).period <= 1.05 * healthy
+    assert simulate(plan_job(slow, effort=200_000), slow).period <= 1.05 * healthy
 
 
 @pytest.mark.parametrize(("replicas", "occupancy"), [(3, 4.0), (4, 6.0)])
@@ -186,5 +186,5 @@ def test_a_worker_whose_links_are_all_narrow_costs_no_more_than_a_lost_one(repli
     others = [case.worker(replica, stage) for replica in range(replicas) for stage in (0, 2)]
     links = {ends: WorkerLink(0.0, occupancy) for other in others for ends in ((1, other), (other, 1))}
     narrow, lost = replace(case, links=links), replace(case, lost=frozenset({1}))
-    periods = [simulate_period(plan_job(one, effort=200_000), one).period for one in (narrow, lost)]
+    periods = [simulate(plan_job(one, effort=200_000), one).period for one in (narrow, lost)]
     assert periods[0] <= periods[1] * (1 + 1e-9)

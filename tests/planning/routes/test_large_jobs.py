@@ -14,7 +14,7 @@ from adaptra.planning.routes.large_jobs import LargePlan, plan_large
 from adaptra.program.verify import verify
 from adaptra.simulation.case import Case, WorkerLink
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.period import simulate_period
+from adaptra.simulation.simulate import simulate
 
 
 def check(case: Case) -> LargePlan | None:
@@ -24,7 +24,7 @@ def check(case: Case) -> LargePlan | None:
         return None
     program = plan.program()
     verify(program, hands_over=case.hands_over)
-    simulated = simulate_period(program, case)
+    simulated = simulate(program, case)
     assert not simulated.over_memory
     assert plan.held == max(simulated.held)
     assert plan.bound.value * (1 - 1e-9) <= simulated.period <= plan.period * (1 + 1e-9)
@@ -84,7 +84,7 @@ def test_a_healthy_job_is_planned_as_one_replica() -> None:
     assert plan is not None
     program = plan.program()
     verify(program)
-    assert plan.period == simulate_period(program, case).period == simulate_period(plan_job(case), case).period
+    assert plan.period == simulate(program, case).period == simulate(plan_job(case), case).period
 
 
 def test_other_cases_are_left_to_the_search() -> None:

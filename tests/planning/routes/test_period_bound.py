@@ -15,13 +15,13 @@ from adaptra.planning.routes.route import share_evenly
 from adaptra.program.placement import v_shaped
 from adaptra.simulation.case import Case, WorkerLink
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.period import simulate_period
+from adaptra.simulation.simulate import simulate
 
 
 @given(st.integers(0, 100_000), st.booleans())
 def test_no_program_beats_the_bound(seed: int, links: bool) -> None:
     case = random_case(seed, links=links, shapes=seed % 3 > 0)
-    simulated = simulate_period(random_job_program(case, seed), case)
+    simulated = simulate(random_job_program(case, seed), case)
     case = replace(case, memory=(max(simulated.held),) * case.ranks)
     assert simulated.period >= period_bound(case, simulated.program.routing).value * (1 - 1e-9)
 
@@ -29,7 +29,7 @@ def test_no_program_beats_the_bound(seed: int, links: bool) -> None:
 @given(st.integers(0, 100_000), st.booleans())
 def test_no_program_of_any_routing_beats_the_flow_bound(seed: int, links: bool) -> None:
     case = random_case(seed, links=links)
-    simulated = simulate_period(random_job_program(case, seed), case)
+    simulated = simulate(random_job_program(case, seed), case)
     case = replace(case, memory=tuple(max(simulated.held) for _ in range(case.stages)))
     assert simulated.period >= flow_bound(case).value * (1 - 1e-9)
     assert flow_bound(case).value <= period_bound(case, simulated.program.routing).value * (1 + 1e-9)
@@ -49,7 +49,7 @@ def test_two_workers_in_a_row_reach_the_path_bound() -> None:
     program = plan_job(case)
     found = period_bound(case, program.routing)
     assert (found.value, found.kind) == (56.0, PeriodBoundKind.WORK)
-    assert simulate_period(program, case).period == found.value
+    assert simulate(program, case).period == found.value
 
 
 @pytest.mark.parametrize(
@@ -83,4 +83,4 @@ def test_each_bound_binds_somewhere(case: Case, value: float, kind: PeriodBoundK
 def test_the_bound_is_reached_where_only_work_counts() -> None:
     case = replace(even_case(3, 4, 6, 3.0), lost=frozenset({6}))
     program = plan_job(case)
-    assert simulate_period(program, case).period == period_bound(case, program.routing).value
+    assert simulate(program, case).period == period_bound(case, program.routing).value

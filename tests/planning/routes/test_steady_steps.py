@@ -24,8 +24,7 @@ from adaptra.program.schedules import GENERATORS, generate
 from adaptra.program.verify import verify
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import Blocking, CostModel
-from adaptra.simulation.period import STEPS, pipeline_period, simulate_period
-from adaptra.simulation.simulate import simulate
+from adaptra.simulation.simulate import STEPS, simulate
 
 EVEN = Case(CostModel.uniform(4, 1, 1, 1), 16, (0, 1, 2, 3))
 LATE = replace(EVEN, cost=CostModel.uniform(4, 1, 1, 1, latency=1))
@@ -60,7 +59,7 @@ def test_the_period_of_a_program_is_that_of_a_job_of_one_replica(program: Progra
     # Between stages of one worker a job's messages take no time, those of one pipeline do.
     assume(len(set(program.placement)) == stages or not any(map(any, drawn[3:])))
     case = Case(cost, program.microbatches, program.placement)
-    assert pipeline_period(program, cost) == pytest.approx(simulate_period(join([program]), case.of_replicas(1)).period)
+    assert simulate(program, cost).period == pytest.approx(simulate(join([program]), case.of_replicas(1)).period)
 
 
 @settings(max_examples=40, deadline=None)
@@ -79,7 +78,7 @@ def test_shared_edges_and_blocking_messages_count_as_in_the_steps_written_out(
         [whole.timeline.ops[rank][(step + 1) * len(order) - 1].end for step in (STEPS // 2 - 1, STEPS - 1)]
         for rank, order in enumerate(program.orders)
     ]
-    assert pipeline_period(program, cost) == max(last - middle for middle, last in ends) / (STEPS - STEPS // 2)
+    assert simulate(program, cost).period == max(last - middle for middle, last in ends) / (STEPS - STEPS // 2)
 
 
 @pytest.mark.parametrize("number", range(6))
@@ -88,7 +87,7 @@ def test_the_search_times_steps_as_the_simulator_does(number: int) -> None:
     found = _C.search_period_of(case, 20_000, 0, None, RULE, 0.0)
     assert found is not None
     program = Program.of_pipeline("found", case.placement, case.microbatches, found[1])
-    assert pipeline_period(program, case.cost) == pytest.approx(found[0], rel=1e-12)
+    assert simulate(program, case.cost).period == pytest.approx(found[0], rel=1e-12)
     assert not simulate(program, case.cost).over_memory
 
 
@@ -96,9 +95,9 @@ def test_a_program_that_deadlocks_has_no_period() -> None:
     good = generate("1f1b", 2, 2)
     turned = replace(good, orders=(good.orders[0][::-1], good.orders[1]))
     with pytest.raises(ScheduleError):
-        pipeline_period(turned, CostModel.uniform(2, 1, 1, 1))
+        simulate(turned, CostModel.uniform(2, 1, 1, 1))
     with pytest.raises(CaseError, match="has 2 stages, the cost model 3"):
-        pipeline_period(good, CostModel.uniform(3, 1, 1, 1))
+        simulate(good, CostModel.uniform(3, 1, 1, 1))
 
 
 # ── its bound ────────────────────────────────────────────────────────────────────────────────────────────────────────────────

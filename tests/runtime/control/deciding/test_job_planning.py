@@ -19,7 +19,7 @@ from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.detection.detector import Detection
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.period import simulate_period
+from adaptra.simulation.simulate import simulate
 
 ONSET, HEALED = 10, 20
 
@@ -103,7 +103,7 @@ def test_a_plan_has_room_for_what_runs() -> None:
     current = replace(plan_zero(), case=tight)
     costs = (COST, slow(1, 2.0))
     plan, _ = planning.plan_for(Detection(9, (), costs[1], by_replica=costs), current, (), is_draft=False)
-    held = [max(simulate_period(one, CASE.of_replicas(REPLICAS)).held) for one in (join([current.program] * 2), plan.program)]
+    held = [max(simulate(one, CASE.of_replicas(REPLICAS)).held) for one in (join([current.program] * 2), plan.program)]
     assert plan.remedy is JobRemedy.SHARE and held[1] <= held[0]
 
 

@@ -12,7 +12,6 @@ from adaptra.planning.routes.joined_programs import join
 from adaptra.planning.routes.steady_steps import PERIOD
 from adaptra.runtime.control.deciding.replanning import Planning, step_seconds
 from adaptra.runtime.detection.detector import Detection
-from adaptra.simulation.period import pipeline_period
 from adaptra.simulation.scenarios import Scenario
 from adaptra.simulation.simulate import lower_bound, simulate
 
@@ -41,9 +40,9 @@ def test_the_same_order_is_not_proposed_again_for_what_noise_may_be() -> None:
 def test_a_step_costs_its_period_or_its_makespan_behind_a_barrier() -> None:
     detection = Detection(12, (), HEALTHY)
     behind = replace(detection, barrier=True)
-    assert PLANNING.expect(OVERLAPPING, detection) == pipeline_period(OVERLAPPING, HEALTHY)
+    assert PLANNING.expect(OVERLAPPING, detection) == simulate(OVERLAPPING, HEALTHY).period
     assert PLANNING.expect(OVERLAPPING, behind) == simulate(OVERLAPPING, HEALTHY).makespan
-    assert pipeline_period(OVERLAPPING, HEALTHY) < 0.98 * simulate(OVERLAPPING, HEALTHY).makespan
+    assert simulate(OVERLAPPING, HEALTHY).period < 0.98 * simulate(OVERLAPPING, HEALTHY).makespan
     plan, _ = PLANNING.plan_for(behind, plan_zero(OVERLAPPING), (), False)
     assert plan.case.barrier and plan.predicted == simulate(OVERLAPPING, HEALTHY).makespan
     assert plan.bound == lower_bound(plan.case).value
@@ -62,7 +61,7 @@ def test_a_program_of_several_replicas_costs_its_period_either_way() -> None:
     program = join([OVERLAPPING] * 2)
     behind, free = (step_seconds(program, HEALTHY, barrier=barrier) for barrier in (True, False))
     assert behind == pytest.approx(simulate(OVERLAPPING, HEALTHY).makespan)
-    assert free == pytest.approx(pipeline_period(OVERLAPPING, HEALTHY))
+    assert free == pytest.approx(simulate(OVERLAPPING, HEALTHY).period)
 
 
 def test_the_running_order_is_planned_for_a_barrier_that_came_or_went() -> None:

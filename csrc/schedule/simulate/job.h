@@ -1,44 +1,18 @@
-// The ops, costs and routes of several replicas as plain numbers: what adaptra.program.routing and adaptra.simulation.case
-// hold, without Python.
+// The ops, costs and routes of one or several replicas as plain numbers: what adaptra.program.routing and
+// adaptra.simulation.case hold, without Python.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
 
+#include "schedule/simulate/types.h"
+
 namespace adaptra::schedule {
 
-// The letters of adaptra.program.Kind that occupy a worker. Messages are timed, not executed.
-enum class JobKind : std::uint8_t { F, I, W, B, Reduce, Step };
-
-struct JobOp {
-  std::int32_t replica;
-  std::int32_t stage;
-  JobKind kind;
-  std::int32_t microbatch;  // 0 for Reduce and Step
-};
-
-using JobOrder = std::vector<JobOp>;
-
-// When a row counts, as adaptra.program.dependencies.When says.
-enum class When : std::uint8_t { Always, HandedOver, Changing };
-
-// One row of adaptra.program.dependencies.RULE: what an op of the row's kind needs. That is an op of one of `kinds`, `offset`
-// stages further and `later` microbatches later.
-struct JobRow {
-  std::int32_t offset;
-  std::vector<JobKind> kinds;
-  std::int32_t later;
-  When when;
-};
-
-// The rows of each kind that occupies a worker, but for Reduce and Step.
-constexpr std::size_t kRuledKinds = 4;
-using JobRule = std::array<std::vector<JobRow>, kRuledKinds>;
-
 // The directed link between two workers. A message departs once its link and both ports are free, and keeps each of them busy
-// for its occupancy. It arrives when the last of them is free again, plus the latency.
+// for its occupancy. A port that takes no time is always free. It arrives when the last of them is free again, plus the
+// latency.
 struct Link {
   std::int32_t source;
   std::int32_t destination;
@@ -56,10 +30,11 @@ struct Job {
   std::vector<double> latency_forward, latency_backward;      // per edge: of messages between workers without a link below
   std::vector<double> occupancy_forward, occupancy_backward;  // the same
   std::vector<Link> links;
+  bool half_duplex = false;  // whether the two directions between two workers share a link, first come first served
+  Blocking blocking = Blocking::None;
   double hand_over = 0.0;                          // latency of an accumulator that passes from one worker to another
   bool hands_over = true;                          // whether a W waits for the W of the microbatch before it
   std::vector<std::uint8_t> changing;              // per stage: whether an F waits for the F of the microbatch before it
-  bool has_ports = true;                           // whether messages of a worker's several links wait for each other
   bool barrier = false;                            // whether every Step waits for all workers' Reduce
   std::vector<std::int32_t> holder;                // the worker of (replica, stage, microbatch), -1 for none; see index()
   std::vector<std::int32_t> home;                  // per worker: its replica
@@ -79,10 +54,14 @@ struct Job {
       case JobKind::W: return weight_grad[s];
       case JobKind::B: return input_grad[s] + weight_grad[s];
       case JobKind::Step: return step[s];
-      case JobKind::Reduce: return 0.0;  // it begins with the last worker of its stage; see PeriodSimulator
+      case JobKind::Reduce: return 0.0;  // it begins with the last worker of its stage; see Simulator
     }
     return 0.0;  // unreachable; GCC does not see that the switch is complete
   }
 };
+
+// One pipeline, the job of one replica whose steps end with the last op. Each worker has one Reduce and one Step per stage, of
+// no duration, if orders have them.
+[[nodiscard]] Job job_of(const Problem& problem);
 
 }  // namespace adaptra::schedule

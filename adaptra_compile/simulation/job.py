@@ -1,0 +1,121 @@
+"""Jobs as the C++ code takes them: the numbers of a case and a routing, and the ops of programs that end with updates."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from typing import Final
+
+from adaptra import _C
+from adaptra.errors import CaseError
+from adaptra.program import Kind, Op, Program
+from adaptra.program.dependencies import RULE
+from adaptra.program.routing import Routing
+from adaptra.simulation.case import Case, placement_lists
+from adaptra.simulation.cost import CostModel
+
+KINDS: Final = (Kind.F, Kind.I, Kind.W, Kind.B, Kind.REDUCE, Kind.STEP)
+"""The kinds of the ops that the simulator executes, in the order of their codes."""
+_CODE: Final = {kind: code for code, kind in enumerate(KINDS)}
+
+
+def alike_case(program: Program, cost: CostModel, *, hands_over: bool = True, changing: Collection[int] = ()) -> Case:
+    """Return the case of a program of several replicas that all have the same costs; REDUCE and STEP take no time.
+
+    A limit of memory is that of :meth:`.Case.of_replicas`. ``changing`` are the stages whose forwards change buffers.
+    """
+    case = Case(cost, program.microbatches, program.placement).of_replicas(program.replicas)
+    return replace(case, hands_over=hands_over, changing=frozenset(changing))
+
+
+def with_updates(program: Program) -> Program:
+    """Return the program with all REDUCE, then all STEP at each worker's end, if it has none."""
+    routing = program.routing
+    if any(op.kind.is_update for order in program.orders for op in order):
+        return program
+    orders = list(program.orders)
+    for worker in routing.live:
+        replica = routing.replica_of(worker)
+        updates = [
+            Op(stage, kind, 0, None, replica) for kind in (Kind.REDUCE, Kind.STEP) for stage in routing.stages_of(worker)
+        ]
+        orders[worker] = (*orders[worker], *updates)
+    return replace(program, orders=tuple(orders))
+
+
+def job_of(case: Case, routing: Routing) -> _C.Job:
+    """Return the numbers of a case and a routing as the C++ code takes them."""
+    workers = routing.live[-1] + 1
+    holders = [
+        routing.holder(replica, stage, microbatch)
+        for replica in range(case.replicas)
+        for stage in range(case.stages)
+        for microbatch in range(case.microbatches)
+    ]
+    return _C.Job(
+        replicas=case.replicas,
+        microbatches=case.microbatches,
+        durations=[case.cost.forward, case.cost.input_grad, case.cost.weight_grad, case.step, case.reduce],
+        slow=[case.slow.get(worker, 1.0) for worker in range(workers)],
+        port=[case.ports.get(worker, 0.0) for worker in range(workers)],
+        latency=[case.cost.latency_forward, case.cost.latency_backward],
+        occupancy=[case.cost.occupancy_forward, case.cost.occupancy_backward],
+        links=[(*ends, link.latency, link.occupancy) for ends, link in case.links.items()],
+        hand_over=case.hand_over,
+        hands_over=case.hands_over,
+        half_duplex=case.cost.half_duplex,
+        blocking=case.cost.blocking.value,
+        changing=[stage in case.changing for stage in range(case.stages)],
+        barrier=case.barrier,
+        holder=holders,
+        home=[routing.replica_of(worker) if routing.stages_of(worker) else 0 for worker in range(workers)],
+        columns=[routing.column(stage) for stage in range(case.stages)],
+        rule=RULE,
+    )
+
+
+def packed(order: Iterable[Op]) -> bytes:
+    """Return ops as the C++ code takes them: four int32 each, the replica, the stage, the kind's code and the microbatch."""
+    numbers = array("i")
+    for op in order:
+        numbers.extend((op.replica, op.stage, _CODE[op.kind], op.microbatch))
+    return numbers.tobytes()
+
+
+def unpacked(order: bytes, replica: int | None = None) -> tuple[Op, ...]:
+    """Return the ops of an order as the C++ code gives it, those of :func:`packed`; all of ``replica`` if it is given."""
+    return tuple(
+        Op(stage, KINDS[code], microbatch, None, home if replica is None else replica)
+        for home, stage, code, microbatch in struct.iter_unpack("=4i", order)
+    )
+
+
+def check_fit(program: Program, case: Case) -> Routing:
+    """Check that a program is of a case's size, and return its routing.
+
+    Raises:
+        CaseError: The program and the case have different replicas, stages or microbatches, or a lost worker has ops.
+    """
+    routing = program.routing
+    given = routing.replicas, program.stages, program.microbatches
+    expected = case.replicas, case.stages, case.microbatches
+    if given != expected:
+        raise CaseError(
+            f"{program.name} has {given[0]} replicas of {given[1]} stages and {given[2]} microbatches: expected "
+            f"{expected[0]}, {expected[1]} and {expected[2]}, as {case.name} has"
+        )
+    for replica, path in enumerate(routing.workers):
+        rank_of: dict[int, int] = {}
+        worker_of: dict[int, int] = {}
+        for rank, worker in zip(case.placement, path, strict=True):
+            if worker is not None and (rank_of.setdefault(worker, rank), worker_of.setdefault(rank, worker)) != (rank, worker):
+                raise CaseError(
+                    f"{program.name}: worker {worker} of replica {replica} has the stages {list(routing.stages_of(worker))}: "
+                    f"expected the placement {placement_lists(case.placement)}, as {case.name} has"
+                )
+    for worker in case.lost:
+        if routing.stages_of(worker):
+            raise CaseError(f"{program.name}: worker {worker} has stages, but {case.name} says that it is lost")
+    return routing

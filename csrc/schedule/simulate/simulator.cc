@@ -1,0 +1,353 @@
+#include "schedule/simulate/simulator.h"
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+
+#include "schedule/simulate/constants.h"
+
+namespace adaptra::schedule {
+namespace {
+
+constexpr std::int32_t kNobody = -1;
+
+[[nodiscard]] bool exists(std::int32_t number, std::int32_t count) { return number >= 0 && number < count; }
+
+}  // namespace
+
+std::vector<JobOrder> to_job_orders(const std::vector<Order>& orders) {
+  std::vector<JobOrder> found(orders.size());
+  for (std::size_t rank = 0; rank < orders.size(); ++rank) {
+    found[rank].reserve(orders[rank].size());
+    for (const Op& op : orders[rank]) found[rank].push_back({0, op.stage, static_cast<JobKind>(op.kind), op.microbatch});
+  }
+  return found;
+}
+
+bool Simulator::Event::operator>(const Event& other) const {
+  return std::tie(time, begins, goes_second, worker) > std::tie(other.time, other.begins, other.goes_second, other.worker);
+}
+
+Simulator::Simulator(const Job& job, std::int32_t steps)
+    : job_(job),
+      steps_(steps),
+      rule_(job),
+      ways_(job.slow.size()),
+      numbers_(job.slow.size() + 1),
+      needs_time_order_(job.half_duplex || job.blocking == Blocking::Both ||
+                        std::any_of(job.port.begin(), job.port.end(), [](double time) { return time > 0.0; })) {
+  for (std::int32_t stage = 0; stage < job.stages; ++stage) {
+    for (std::size_t kind = 0; kind < kJobKinds; ++kind) duration_.push_back(job.duration(stage, static_cast<JobKind>(kind)));
+  }
+  for (const std::vector<std::int32_t>& column : job.columns) reduces_ += column.size();
+}
+
+void Simulator::reset(const std::vector<JobOrder>& orders, Detail detail) {
+  orders_ = &orders;
+  times_wanted_ = detail == Detail::Times;
+  const auto is_forward = [](const JobOp& op) { return op.kind == JobKind::F; };
+  const bool forward_only = steps_ > 2 && std::all_of(orders.begin(), orders.end(), [&](const JobOrder& order) {
+                              return std::all_of(order.begin(), order.end(), is_forward);
+                            });
+  slots_.resize(static_cast<std::size_t>(forward_only ? steps_ : std::min(steps_, 2)));
+  for (Slot& slot : slots_) {
+    slot.there.assign(job_.holder.size() * rule_.columns, -1.0);
+    slot.reduced.assign(job_.columns.size(), {});
+    slot.barrier = {};
+  }
+  workers_.assign(orders.size(), {});
+  for (std::size_t worker = 0; worker < orders.size(); ++worker) {
+    Worker& state = workers_[worker];
+    state.next = orders[worker].data();
+    state.end = state.next + orders[worker].size();
+    state.slot = slots_.data();
+    if (state.next == state.end) state.step = steps_;
+  }
+  std::fill(resource_free_.begin(), resource_free_.end(), 0.0);
+  at_barrier_.clear();
+  if (job_.blocking == Blocking::Both) under_way_.assign(orders.size(), {});
+  ends_.assign(orders.size() * static_cast<std::size_t>(steps_), 0.0);
+  ready_.clear();
+  for (std::size_t worker = orders.size(); worker-- > 0;) ready_.push_back(static_cast<std::int32_t>(worker));
+  result_ = {};
+  if (!times_wanted_) return;
+  for (std::vector<double>* each : {&result_.busy, &result_.first_start, &result_.last_end}) each->assign(orders.size(), 0.0);
+  result_.ops.resize(orders.size());
+  for (std::size_t worker = 0; worker < orders.size(); ++worker)
+    result_.ops[worker].reserve(orders[worker].size() * static_cast<std::size_t>(steps_));
+  result_.messages.reserve(2 * job_.holder.size());
+}
+
+Simulated Simulator::run(const std::vector<JobOrder>& orders, Detail detail) {
+  reset(orders, detail);
+  if (needs_time_order_) {
+    run_in_time_order();
+  } else {
+    run_in_any_order();
+  }
+  const auto count = static_cast<std::size_t>(steps_), half = count / 2;
+  result_.complete = true;
+  for (std::size_t worker = 0; worker < orders.size(); ++worker) {
+    result_.complete = result_.complete && workers_[worker].step == steps_;
+    const double* const ends = ends_.data() + worker * count;
+    result_.makespan = std::max(result_.makespan, ends[0]);
+    if (steps_ > 1)
+      result_.period = std::max(result_.period, (ends[count - 1] - ends[half - 1]) / static_cast<double>(count - half));
+  }
+  return std::move(result_);
+}
+
+// The time since which all inputs of `op` are there; negative while one is missing.
+double Simulator::inputs_there(std::int32_t worker, const JobOp& op) const {
+  const double* const known =
+      workers_[at(worker)].slot->there.data() + job_.index(op.replica, op.stage, op.microbatch) * rule_.columns;
+  double there = 0.0;
+  for (const Column& column : rule_.needs[static_cast<std::size_t>(op.kind)]) {
+    const std::int32_t stage = op.stage + column.offset, microbatch = op.microbatch + column.later;
+    if (!exists(stage, job_.stages) || !exists(microbatch, job_.microbatches)) continue;
+    if (column.when != When::Always) {
+      if (job_.holder[job_.index(op.replica, stage, microbatch)] == worker) continue;
+      if (column.when == When::Changing && job_.changing[at(stage)] == 0) continue;
+    }
+    const double since = known[column.index];
+    if (since < 0.0) return since;
+    there = std::max(there, since);
+  }
+  return there;
+}
+
+// True if the needs of the worker's next op are met, with the time from which they are. Otherwise what it lacks wakes it.
+bool Simulator::find_ready(std::int32_t worker, double& ready) {
+  const JobOp& op = *workers_[at(worker)].next;
+  if (op.kind == JobKind::Reduce) return find_reduced(worker, op, ready);
+  if (op.kind == JobKind::Step) {
+    ready = 0.0;
+    return !job_.barrier || find_all_reduced(worker, ready);
+  }
+  ready = inputs_there(worker, op);
+  return ready >= 0.0;
+}
+
+// The same for a Reduce, which waits for the last worker of its stage. That one wakes the others.
+bool Simulator::find_reduced(std::int32_t worker, const JobOp& op, double& ready) {
+  Worker& state = workers_[at(worker)];
+  Reduction& reduction = state.slot->reduced[at(op.stage)];
+  const std::vector<std::int32_t>& column = job_.columns[at(op.stage)];
+  if (reduction.step != state.step) reduction = {state.step, 0, 0.0};
+  if (!std::exchange(state.has_come, true)) {
+    reduction.last = std::max(reduction.last, state.free);
+    if (++reduction.come == column.size()) {
+      for (const std::int32_t other : column) {
+        if (other != worker) wake(other);
+      }
+    }
+  }
+  ready = reduction.last + job_.reduce[at(op.stage)];
+  return reduction.come == column.size();
+}
+
+// The same for a Step behind a barrier. The last Reduce wakes those that wait; see finish().
+bool Simulator::find_all_reduced(std::int32_t worker, double& ready) {
+  const Worker& state = workers_[at(worker)];
+  const Reduction& barrier = state.slot->barrier;
+  ready = barrier.last;
+  if (barrier.step == state.step && barrier.come == reduces_) return true;
+  at_barrier_.push_back(worker);
+  return false;
+}
+
+void Simulator::wake(std::int32_t worker) {
+  if (std::exchange(workers_[at(worker)].queued, true)) return;
+  ready_.push_back(worker);
+}
+
+// Starts the worker's next op and returns its end.
+double Simulator::begin(std::int32_t worker, double start) {
+  const std::size_t w = at(worker);
+  Worker& state = workers_[w];
+  const JobOp& op = *state.next;
+  const double end = start + duration_[at(op.stage) * kJobKinds + static_cast<std::size_t>(op.kind)] * job_.slow[w];
+  if (times_wanted_) {
+    if (state.step == 0) {
+      if (result_.ops[w].empty()) result_.first_start[w] = start;
+      result_.busy[w] += end - start;
+      result_.last_end[w] = end;
+    }
+    result_.ops[w].push_back({start, end});
+  }
+  return end;
+}
+
+void Simulator::finish(std::int32_t worker, double end) {
+  const std::size_t w = at(worker);
+  Worker& state = workers_[w];
+  const JobOp& op = *state.next;
+  state.free = end;
+  state.has_come = false;
+  publish(worker, op, end);
+  if (op.kind == JobKind::Reduce && job_.barrier) {
+    Reduction& barrier = state.slot->barrier;
+    if (barrier.step != state.step) barrier = {state.step, 0, 0.0};
+    barrier.last = std::max(barrier.last, end);
+    if (++barrier.come == reduces_) {
+      for (const std::int32_t waiting : at_barrier_) wake(waiting);
+      at_barrier_.clear();
+    }
+  }
+  if (++state.next != state.end) return;
+  ends_[w * static_cast<std::size_t>(steps_) + at(state.step)] = end;
+  state.next = (*orders_)[w].data();
+  state.slot = &slots_[static_cast<std::size_t>(++state.step) % slots_.size()];
+}
+
+// Makes the output of an op known where it is needed, and sends the messages with it.
+void Simulator::publish(std::int32_t worker, const JobOp& op, double end) {
+  Worker& state = workers_[at(worker)];
+  double* const there = state.slot->there.data();
+  const std::size_t columns = rule_.columns;
+  // What the op waited for makes room for the same of a later step.
+  if (at(steps_) > slots_.size()) {
+    const std::size_t row = job_.index(op.replica, op.stage, op.microbatch) * columns;
+    for (const Column& column : rule_.needs[static_cast<std::size_t>(op.kind)]) there[row + column.index] = -1.0;
+  }
+  for (const Column& column : rule_.meets[static_cast<std::size_t>(op.kind)]) {
+    const std::int32_t stage = op.stage - column.offset, microbatch = op.microbatch - column.later;
+    if (!exists(stage, job_.stages) || !exists(microbatch, job_.microbatches)) continue;
+    const std::size_t consumer = job_.index(op.replica, stage, microbatch);
+    const std::int32_t destination = job_.holder[consumer];
+    Travel travel{end, end};
+    if (column.when != When::Always) {
+      travel.arrived += job_.hand_over;
+    } else if (destination != worker) {
+      travel = send(way_of(worker, destination, op.stage, stage), end);
+      if (job_.blocking != Blocking::None) state.free = std::max(state.free, travel.arrived);
+    }
+    there[consumer * columns + column.index] = travel.arrived;
+    if (destination != worker) wake(destination);
+    if (times_wanted_ && state.step == 0 && column.offset != 0)
+      result_.messages.push_back({op.replica, op.stage, stage, microbatch, end, travel.departed, travel.arrived});
+  }
+}
+
+Simulator::Travel Simulator::send(const Way& way, double posted) {
+  double departed = posted;
+  for (std::size_t i = 0; i < way.occupied; ++i) departed = std::max(departed, resource_free_[way.resource[i]]);
+  double leaves = departed;
+  for (std::size_t i = 0; i < way.occupied; ++i) {
+    const double free = departed + way.occupancy[i];
+    resource_free_[way.resource[i]] = free;
+    leaves = std::max(leaves, free);
+  }
+  const Travel travel{departed, leaves + way.latency};
+  if (job_.blocking == Blocking::Both) under_way_[at(way.destination)].push_back(travel);
+  return travel;
+}
+
+const Simulator::Way& Simulator::way_of(std::int32_t source, std::int32_t destination, std::int32_t from, std::int32_t to) {
+  std::vector<Way>& ways = ways_[at(source)];
+  for (const Way& way : ways) {
+    if (way.destination == destination && way.from == from && way.to == to) return way;
+  }
+  return new_way(source, destination, from, to);
+}
+
+const Simulator::Way& Simulator::new_way(std::int32_t source, std::int32_t destination, std::int32_t from, std::int32_t to) {
+  std::vector<Way>& ways = ways_[at(source)];
+  const std::size_t edge = at(std::min(from, to));
+  Way way{destination, from, to};
+  way.latency = (to > from ? job_.latency_forward : job_.latency_backward)[edge];
+  double occupancy = (to > from ? job_.occupancy_forward : job_.occupancy_backward)[edge];
+  for (const Link& link : job_.links) {
+    if (link.source == source && link.destination == destination) {
+      way.latency = link.latency;
+      occupancy = link.occupancy;
+    }
+  }
+  const auto occupies = [&](double time, std::int32_t first, std::int32_t second) {
+    way.resource[way.occupied] = resource_of(first, second);
+    way.occupancy[way.occupied++] = time;
+  };
+  const bool turned = job_.half_duplex && destination < source;
+  if (job_.port[at(source)] > 0.0) occupies(job_.port[at(source)], source, kNobody);
+  occupies(occupancy, turned ? destination : source, turned ? source : destination);
+  if (job_.port[at(destination)] > 0.0) occupies(job_.port[at(destination)], kNobody, destination);
+  return ways.emplace_back(way);
+}
+
+// A port that sends is (worker, nobody), one that receives (nobody, worker), a link both.
+std::size_t Simulator::resource_of(std::int32_t source, std::int32_t destination) {
+  std::vector<std::pair<std::int32_t, std::size_t>>& numbers = source == kNobody ? numbers_.back() : numbers_[at(source)];
+  for (const auto& [other, number] : numbers) {
+    if (other == destination) return number;
+  }
+  numbers.emplace_back(destination, resource_free_.size());
+  resource_free_.push_back(0.0);
+  return numbers.back().second;
+}
+
+// Where no two workers compete for anything, each runs ahead until an input is missing. All messages of a link come from one
+// worker, in its order, which is also that of time.
+void Simulator::run_in_any_order() {
+  while (!ready_.empty()) {
+    const std::int32_t worker = ready_.back();
+    ready_.pop_back();
+    Worker& state = workers_[at(worker)];
+    double ready = 0.0;
+    while (state.step != steps_ && find_ready(worker, ready)) finish(worker, begin(worker, std::max(state.free, ready)));
+    state.queued = false;
+  }
+}
+
+void Simulator::run_in_time_order() {
+  double now = 0.0;
+  while (true) {
+    while (!ready_.empty()) {
+      const std::int32_t worker = ready_.back();
+      ready_.pop_back();
+      workers_[at(worker)].queued = false;
+      look_at(worker, now);
+    }
+    if (events_.empty()) return;
+    const Event event = events_.top();
+    events_.pop();
+    now = event.time;
+    if (event.begins) {
+      const double until = held_until(event.worker, now);
+      const bool second = job_.half_duplex && workers_[at(event.worker)].next->kind != JobKind::F;
+      events_.push(until > now ? Event{until, true, false, event.worker}
+                               : Event{begin(event.worker, now), false, second, event.worker});
+    } else {
+      finish(event.worker, now);
+      workers_[at(event.worker)].running = false;
+      wake(event.worker);
+    }
+  }
+}
+
+// Begins the worker's next op if its inputs are there or on their way. Where messages hold their receivers, an op begins only
+// when its time has come.
+void Simulator::look_at(std::int32_t worker, double now) {
+  Worker& state = workers_[at(worker)];
+  double ready = 0.0;
+  if (state.running || state.step == steps_ || !find_ready(worker, ready)) return;
+  state.running = true;
+  const double start = std::max(state.free, ready);
+  if (job_.blocking == Blocking::Both) {
+    events_.push({std::max(start, now), true, false, worker});
+  } else {
+    const bool second = job_.half_duplex && state.next->kind != JobKind::F;
+    events_.push({begin(worker, start), false, second, worker});
+  }
+}
+
+// The time until which the messages that are under way to a worker hold it; `now` if none does.
+double Simulator::held_until(std::int32_t worker, double now) {
+  double until = now;
+  std::erase_if(under_way_[at(worker)], [&](const Travel& travel) {
+    if (travel.departed <= now) until = std::max(until, travel.arrived);
+    return travel.arrived <= now;
+  });
+  return until;
+}
+
+}  // namespace adaptra::schedule
