@@ -159,6 +159,16 @@ def test_a_known_schedule_that_ends_with_weight_gradients_counts_even_when_littl
     assert found.makespan == simulate(generate("1f1b", 2, 3), cost).makespan == 180.0
 
 
+def test_ranks_that_can_begin_at_one_instant_all_do_before_a_message_of_an_op_without_duration_holds_one() -> None:
+    """The search and the simulator agree on that, so the plan is no longer than 1F1B."""
+    cost = CostModel(
+        (0.0, 0.0), (0.0, 2.0), (1.0, 0.0), (0.0,), (0.0,), (1.0,), (0.0,), memory_limit=(3.0, 1.0), blocking=Blocking.BOTH
+    )
+    assert (
+        simulate(generate("1f1b", 2, 3), cost).makespan == simulate(plan(Case(cost, 3, (0, 1)), effort=1), cost).makespan == 9
+    )
+
+
 @settings(deadline=None, max_examples=100)
 @given(cases(max_stages=5, max_microbatches=8), st.data())
 def test_between_the_bound_and_every_known_schedule_with_memory_in_bytes(case: Case, data: st.DataObject) -> None:

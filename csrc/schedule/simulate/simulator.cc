@@ -25,7 +25,8 @@ std::vector<JobOrder> to_job_orders(const std::vector<Order>& orders) {
 }
 
 bool Simulator::Event::operator>(const Event& other) const {
-  return std::tie(time, begins, goes_second, worker) > std::tie(other.time, other.begins, other.goes_second, other.worker);
+  return std::tie(time, round, begins, goes_second, worker) >
+         std::tie(other.time, other.round, other.begins, other.goes_second, other.worker);
 }
 
 Simulator::Simulator(const Job& job, std::int32_t steps)
@@ -299,53 +300,62 @@ void Simulator::run_in_any_order() {
 }
 
 void Simulator::run_in_time_order() {
-  double now = 0.0;
+  now_ = 0.0;
+  round_ = 0;
   while (true) {
     while (!ready_.empty()) {
       const std::int32_t worker = ready_.back();
       ready_.pop_back();
       workers_[at(worker)].queued = false;
-      look_at(worker, now);
+      look_at(worker);
     }
     if (events_.empty()) return;
     const Event event = events_.top();
     events_.pop();
-    now = event.time;
-    if (event.begins) {
-      const double until = held_until(event.worker, now);
-      const bool second = job_.half_duplex && workers_[at(event.worker)].next->kind != JobKind::F;
-      events_.push(until > now ? Event{until, true, false, event.worker}
-                               : Event{begin(event.worker, now), false, second, event.worker});
-    } else {
-      finish(event.worker, now);
+    now_ = event.time;
+    round_ = event.round;
+    if (!event.begins) {
+      finish(event.worker, now_);
       workers_[at(event.worker)].running = false;
       wake(event.worker);
+    } else if (const double until = held_until(event.worker); until > now_) {
+      begin_at(event.worker, until);
+    } else {
+      end_at(event.worker, begin(event.worker, now_));
     }
   }
 }
 
 // Begins the worker's next op if its inputs are there or on their way. Where messages hold their receivers, an op begins only
 // when its time has come.
-void Simulator::look_at(std::int32_t worker, double now) {
+void Simulator::look_at(std::int32_t worker) {
   Worker& state = workers_[at(worker)];
   double ready = 0.0;
   if (state.running || state.step == steps_ || !find_ready(worker, ready)) return;
   state.running = true;
   const double start = std::max(state.free, ready);
   if (job_.blocking == Blocking::Both) {
-    events_.push({std::max(start, now), true, false, worker});
+    begin_at(worker, std::max(start, now_));
   } else {
-    const bool second = job_.half_duplex && state.next->kind != JobKind::F;
-    events_.push({begin(worker, start), false, second, worker});
+    end_at(worker, begin(worker, start));
   }
 }
 
-// The time until which the messages that are under way to a worker hold it; `now` if none does.
-double Simulator::held_until(std::int32_t worker, double now) {
-  double until = now;
+void Simulator::begin_at(std::int32_t worker, double time) {
+  events_.push({time, time > now_ ? 0 : round_, true, false, worker});
+}
+
+void Simulator::end_at(std::int32_t worker, double time) {
+  const bool second = job_.half_duplex && workers_[at(worker)].next->kind != JobKind::F;
+  events_.push({time, time > now_ ? 0 : round_ + 1, false, second, worker});
+}
+
+// The time until which the messages that are under way to a worker hold it; `now_` if none does.
+double Simulator::held_until(std::int32_t worker) {
+  double until = now_;
   std::erase_if(under_way_[at(worker)], [&](const Travel& travel) {
-    if (travel.departed <= now) until = std::max(until, travel.arrived);
-    return travel.arrived <= now;
+    if (travel.departed <= now_) until = std::max(until, travel.arrived);
+    return travel.arrived <= now_;
   });
   return until;
 }

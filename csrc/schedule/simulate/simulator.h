@@ -99,9 +99,11 @@ class Simulator {
     std::vector<Reduction> reduced;  // per stage
     Reduction barrier;               // of all Reduce ops
   };
-  // Ops end before others begin. On a shared link a forward message goes first on a tie, and then that of the first worker.
+  // In one instant come rounds: ops end, then all that can begin. What takes no time ends in the next round. On a shared link a
+  // forward message goes first on a tie, and then that of the first worker.
   struct Event {
     double time;
+    std::int32_t round;
     bool begins;
     bool goes_second;
     std::int32_t worker;
@@ -123,8 +125,10 @@ class Simulator {
   void wake(std::int32_t worker);
   void run_in_any_order();
   void run_in_time_order();
-  void look_at(std::int32_t worker, double now);
-  [[nodiscard]] double held_until(std::int32_t worker, double now);
+  void look_at(std::int32_t worker);
+  void begin_at(std::int32_t worker, double time);
+  void end_at(std::int32_t worker, double time);
+  [[nodiscard]] double held_until(std::int32_t worker);
 
   const Job& job_;
   const std::int32_t steps_;
@@ -146,6 +150,8 @@ class Simulator {
   std::vector<std::vector<Travel>> under_way_;  // per worker, the messages to it, where they hold it
   std::vector<double> ends_;                    // per worker and step: the end of its last op
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+  double now_ = 0.0;
+  std::int32_t round_ = 0;  // of this instant
   Simulated result_;
 };
 
