@@ -181,7 +181,7 @@ class Simulation:
     def _repeated(self, *, times: bool) -> _C.Simulated:
         repeated = _C.simulate(self._job, self._orders, STEPS, times)
         if not repeated.complete:
-            raise ScheduleError(f"{self.program.name}: a microbatch is not complete: expected one that repeats")
+            raise _refused(self.program, self.given)
         return repeated
 
     def _intervals(self, simulated: _C.Simulated, worker: int, steps: int) -> tuple[OpInterval, ...]:
@@ -252,12 +252,17 @@ def _simulated(program: Program, given: Case | CostModel, job: _C.Job) -> Simula
     orders = _C.to_orders(program.orders)
     simulated = _C.simulate(job, orders, 1)
     if not simulated.complete:
-        if isinstance(given, Case):
-            verify(program, hands_over=given.hands_over, barrier=given.barrier, changing=given.changing)
-        else:
-            verify(program)
-        raise AssertionError(f"{program.name}: the simulator can't execute what the verifier accepts")
+        raise _refused(program, given)
     return Simulation(program, given, simulated.makespan, job, orders, simulated)
+
+
+def _refused(program: Program, given: Case | CostModel) -> AssertionError:
+    """Raise the verifier's error of a program that can't be executed."""
+    if isinstance(given, Case):
+        verify(program, hands_over=given.hands_over, barrier=given.barrier, changing=given.changing)
+    else:
+        verify(program)
+    return AssertionError(f"{program.name}: the simulator can't execute what the verifier accepts")
 
 
 def _executed(order: Iterable[Op]) -> tuple[Op, ...]:
