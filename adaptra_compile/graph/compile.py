@@ -110,6 +110,10 @@ class CompiledStages:
         """Return the trainable parameters that stages on several ranks use. Each of these ranks has a copy."""
         return frozenset(one.name for one in self.tied if len({placement[stage] for stage in one.stages}) > 1)
 
+    def changing_in(self, *stages: int) -> list[str]:
+        """Return the names of the buffers that training stages change, sorted."""
+        return sorted(self.changing.intersection(name for stage in stages for name in self.train[stage].buffers))
+
     @property
     def with_loss(self) -> bool:
         """Whether the last stage returns a loss and not the model's outputs. Stages that only train do."""

@@ -54,7 +54,7 @@ def routed_plan(program: Program, case: Case, replicas: int, compiled: CompiledS
 
 def changed_buffers(compiled: CompiledStages) -> dict[int, str]:
     """Return the stages that change buffers, each with the name of one."""
-    return {one.index: name for one in compiled.train for name in sorted(compiled.changing.intersection(one.buffers))[:1]}
+    return {one.index: name for one in compiled.train for name in compiled.changing_in(one.index)[:1]}
 
 
 def kept_at_home(compiled: CompiledStages, placement: Sequence[int]) -> dict[int, str]:

@@ -31,7 +31,6 @@ from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
 from adaptra.runtime.worker.step.executor import Executor
 from adaptra.runtime.worker.step.program_messages import BatchShapes, MessageShapes
 from adaptra.runtime.worker.step.shapes import FIRST, RankShape, StepShape
-from adaptra.runtime.worker.step.stage_factory import changing_in
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import Simulation, simulate
 
@@ -292,7 +291,7 @@ class RankPrograms:
     @property
     def _changing(self) -> frozenset[int]:
         """The stages whose forwards change buffers."""
-        return frozenset(one.index for one in self._compiled.train if changing_in(self._compiled, one.index))
+        return frozenset(one.index for one in self._compiled.train if self._compiled.changing_in(one.index))
 
     def _made_for(self, plan: Plan, number: int) -> _Runnable:
         of = self._shapes[FIRST if number == _HOME else number]

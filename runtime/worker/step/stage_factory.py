@@ -82,7 +82,7 @@ class StageFactory:
 
         These are handed over before they are read.
         """
-        buffers = {name: self.state[name].clone() for name in changing_in(self.compiled, number)}
+        buffers = {name: self.state[name].clone() for name in self.compiled.changing_in(number)}
         return self._stage(replica, number, self.compiled, {**self.state, **buffers}, self._microbatches, gradients)
 
     def evaluation(
@@ -134,7 +134,7 @@ class StageFactory:
             gradients=gradients,
             reduction=self._reduction,
             await_buffers=self._await_buffers,
-            changing=changing_in(self.compiled, number),
+            changing=self.compiled.changing_in(number),
             complete=complete,
         )
 
@@ -153,11 +153,6 @@ class StageFactory:
         sharing = {placement[stage] for one in compiled.tied if self.last in one.stages for stage in one.stages}
         own = self._context.rank, placement, shape.microbatches
         return LossBroadcast(*own, loss, sharing, self._context.transport, shape.code)
-
-
-def changing_in(compiled: CompiledStages, *stages: int) -> list[str]:
-    """Return the names of the buffers that stages change."""
-    return sorted(compiled.changing.intersection(name for stage in stages for name in compiled.train[stage].buffers))
 
 
 def message_bytes(compiled: CompiledStages) -> dict[Edge, int]:

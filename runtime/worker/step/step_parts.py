@@ -24,7 +24,7 @@ from adaptra.runtime.worker.step.foreign_stages import ForeignStages
 from adaptra.runtime.worker.step.rank_context import RankContext
 from adaptra.runtime.worker.step.replica_losses import ReplicaLosses
 from adaptra.runtime.worker.step.shapes import RankShape, StepShape
-from adaptra.runtime.worker.step.stage_factory import StageFactory, changing_in, message_bytes
+from adaptra.runtime.worker.step.stage_factory import StageFactory, message_bytes
 from adaptra.runtime.worker.step.step_end import AllAtOnce, Contribution, StepEnd
 
 Batch = Sequence[Sequence[Tensor]]
@@ -79,7 +79,7 @@ class StepParts:
         )
         self.norms: Final = GradientNorms(rank, trainable, compiled, placement, transport)
         broadcast = context.replicas if options.broadcast_buffers else None
-        self.buffers: Final = ReplicaBuffers(broadcast, [state[name] for name in changing_in(compiled, *own)])
+        self.buffers: Final = ReplicaBuffers(broadcast, [state[name] for name in compiled.changing_in(*own)])
         self.factory: Final = StageFactory(
             compiled, state, microbatches, context, reduction, self.gradients, self.end.complete, self.buffers.wait
         )
@@ -98,7 +98,7 @@ class StepParts:
         if stage not in self.factory.own:
             return (), ()
         compiled, state = self.factory.compiled, self.factory.state
-        changing = [state[name] for name in changing_in(compiled, stage)]
+        changing = [state[name] for name in compiled.changing_in(stage)]
         weights = self.gradients.unshared(compiled.train[stage].contributions)
         return self.gradients.spec_of_sums(weights), tuple(TensorSpec(tuple(one.shape), one.dtype) for one in changing)
 
