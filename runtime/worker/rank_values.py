@@ -11,7 +11,7 @@ from adaptra.runtime.exchange.state_stream import SPEC, UNDER_WAY, StateStream
 from adaptra.runtime.state.shared_values import SharedValues
 from adaptra.runtime.worker.call_numbers import CallNumbers
 from adaptra.runtime.worker.step.rank_context import RankContext
-from adaptra.runtime.worker.step.rank_programs import RankPrograms
+from adaptra.runtime.worker.step.receive_pool import ReceivePool
 from adaptra.runtime.worker.step.stage_factory import StageFactory
 
 
@@ -21,7 +21,7 @@ class RankValues:
     Args:
         context: This rank.
         factory: Has the rank's stages and their values.
-        programs: Has the rank's receive buffers.
+        buffers: The rank's receive buffers.
         numbers: Numbers of calls.
         meeting: Encloses a call in which ranks wait for each other.
         check: Raises the error that has ended this rank's waits.
@@ -31,14 +31,14 @@ class RankValues:
         self,
         context: RankContext,
         factory: StageFactory,
-        programs: RankPrograms,
+        buffers: ReceivePool,
         numbers: CallNumbers,
         meeting: Callable[[], AbstractContextManager[None]],
         check: Callable[[], None],
     ) -> None:
         self._context = context
         self._factory = factory
-        self._programs = programs
+        self._buffers = buffers
         self._numbers = numbers
         self._meeting = meeting
         self._shared = SharedValues(
@@ -55,7 +55,7 @@ class RankValues:
         """Replace copies of values by the first holder's, and log it if any differed; all ranks call it."""
         with self._meeting():
             self._shared.align(self._stream(), self._receive_state)
-            self._programs.reserve({})
+            self._buffers.lend({})
 
     @property
     def shares_values(self) -> bool:
@@ -90,7 +90,7 @@ class RankValues:
             for source in range(self._context.ranks):
                 if source != collector:
                     found |= self._receive_state(stream, source)
-            self._programs.reserve({})
+            self._buffers.lend({})
         return found
 
     def _stream(self) -> StateStream:
@@ -103,9 +103,9 @@ class RankValues:
     def reserve_stream(self, worker: int | None) -> None:
         """Provide receive buffers of a stream from a worker of the job until the next call; of none without a worker."""
         if worker is None:
-            self._programs.reserve({})
+            self._buffers.lend({})
         else:
-            self._programs.reserve_once({(worker, SPEC): UNDER_WAY})
+            self._buffers.lend({(worker, SPEC): UNDER_WAY})
 
     def buffers_of_first_replica(self) -> dict[str, Tensor]:
         """Return copies of the first replica's persistent buffers of these stages; empty without replicas. All replicas call

@@ -49,7 +49,6 @@ from adaptra.runtime.worker.call_numbers import CallNumbers
 from adaptra.runtime.worker.last_steps import LastSteps
 from adaptra.runtime.worker.rank_values import RankValues
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
-from adaptra.runtime.worker.step.program_messages import BatchShapes
 from adaptra.runtime.worker.step.rank_context import RankContext
 from adaptra.runtime.worker.step.rank_programs import RankPrograms
 from adaptra.runtime.worker.step.shapes import FIRST, StepShape
@@ -107,23 +106,10 @@ class Worker:
         self._parts = StepParts(compiled, state, microbatches, context, reduction)
         self._shapes = {FIRST: self._parts.first}
         self.last: Final = LastSteps(len(self._parts.factory.own))
-        self._programs = RankPrograms(
-            compiled,
-            self._parts.stages_of,
-            self._parts.receive_counts_of,
-            [self._parts.handed_over_of(one.index) for one in compiled.train],
-            self._parts.first,
-            BatchShapes(compiled.train[0].inputs, compiled.train[-1].targets, compiled.train[-1].outputs),
-            transport,
-            job,
-            initial,
-            context.pacing,
-            context.monitor,
-            context.clock,
-            options.timeout,
-            self._parts.receive_counts(),
+        self._programs = RankPrograms(compiled, self._parts, context, initial)
+        self.values: Final = RankValues(
+            context, self._parts.factory, self._programs.buffers, self.numbers, self._meeting, self.check
         )
-        self.values: Final = RankValues(context, self._parts.factory, self._programs, self.numbers, self._meeting, self.check)
         # Replicas that compute for each other agree on one plan log.
         log = job if isinstance(planning, JobPlanning) else transport
         first = log.rank - self.rank
@@ -301,7 +287,7 @@ class Worker:
             self._parts.buffers.wait,
             lambda part, stage: self._programs.executor(part, {(0, self.rank): stage}),
         )
-        self._programs.reserve(phases.receive_counts)
+        self._programs.buffers.grow(self._programs.buffers.by_worker(phases.receive_counts))
         return phases
 
     def gradient_norm(self, norm_type: float) -> Tensor:

@@ -23,7 +23,6 @@ CLASSES = {
     "adaptra.runtime.step_messages.shared_gradients.Gradients": 18,
     "adaptra.runtime.transports.c10d.c10d.C10dTransport": 16,
     "adaptra.runtime.worker.stages.stage.TrainingStage": 18,
-    "adaptra.runtime.worker.step.rank_programs.RankPrograms": 19,
     "adaptra.simulation.case.Case": 17,
 }
 """Fields of a dataclass, or what the methods of another class assign to ``self``; inherited ones are the base class's."""
@@ -37,8 +36,6 @@ FUNCTIONS = {
     "adaptra.runtime.membership.membership.Membership.__init__": 10,
     "adaptra.runtime.worker.stages.stage.TrainingStage.__init__": 13,
     "adaptra.runtime.worker.stages.stage.TwoPassStage.__init__": 10,
-    "adaptra.runtime.worker.step.executor.Executor.__init__": 11,
-    "adaptra.runtime.worker.step.rank_programs.RankPrograms.__init__": 14,
 }
 
 

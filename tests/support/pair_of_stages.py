@@ -16,7 +16,7 @@ from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.step.executor import Executor
-from adaptra.runtime.worker.step.program_messages import BatchShapes, MessageShapes
+from adaptra.runtime.worker.step.program_messages import BatchShapes, MessageShapes, ProgramMessages
 
 SPEC = (TensorSpec((1,), torch.float32),)
 SHAPES = MessageShapes(SPEC, SPEC, SPEC)
@@ -112,18 +112,10 @@ def routed_executor(
     monitor: Monitor | None = None,
 ) -> Executor:
     """A rank's executor, whose stages are those of several replicas, with its transport's buffers reserved."""
-    executor = Executor(
-        program,
-        rank,
-        stages,
-        [shapes] * program.stages,
-        BatchShapes(SPEC, SPEC, SPEC),
-        transport,
-        Pacing(None, ()),
-        monitor or Monitor(rank, program.placement),
-        time.monotonic,
-        timeout,
-    )
+    monitor = monitor or Monitor(rank, program.placement)
+    batch_shapes = BatchShapes(SPEC, SPEC, SPEC)
+    messages = ProgramMessages(program, rank, [shapes] * program.stages, batch_shapes, transport, monitor, timeout)
+    executor = Executor(program, rank, stages, messages, Pacing(None, ()), monitor, time.monotonic)
     transport.reserve(executor.receive_counts)
     return executor
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from adaptra.errors import PlanError
+from adaptra.planning.check_memory import check_memory
 from adaptra.planning.least_memory import plan_least_memory
 from adaptra.planning.published import uniform_slack
 from adaptra.planning.robust import robust_plan
@@ -18,7 +19,6 @@ from adaptra.program.placement import in_turn, is_straight, v_shaped
 from adaptra.program.schedules import generate_for, two_phases
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.options.planning_options import PlanningOptions
-from adaptra.runtime.worker.step.rank_programs import check_memory
 from adaptra.simulation.case import Case
 from adaptra.simulation.scenarios import delay_scenarios
 from adaptra.simulation.simulate import lower_bound, simulate

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from adaptra.errors import OptionError, PlanError, ScheduleError
 from adaptra.graph import CompiledStages
+from adaptra.planning.check_memory import check_memory
 from adaptra.planning.routes.period_bound import period_bound
 from adaptra.program import Program
 from adaptra.program.routing import Routing
 from adaptra.program.verify import verify
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.options import Options
-from adaptra.runtime.worker.step.rank_programs import check_memory
 from adaptra.simulation.case import Case
 from adaptra.simulation.job import alike_case
 from adaptra.simulation.simulate import simulate

@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from adaptra.errors import PlanError
+from adaptra.planning.check_memory import check_memory
 from adaptra.planning.least_memory import plan_least_memory
 from adaptra.planning.routes.steady_steps import timing_of
 from adaptra.program import Program
 from adaptra.runtime.control.plans.plan import Plan
-from adaptra.runtime.worker.step.rank_programs import check_memory
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
 

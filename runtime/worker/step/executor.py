@@ -22,9 +22,8 @@ from adaptra.program import Kind, Op, Program
 from adaptra.runtime.devices.device_clock import Mark
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.measuring.monitor import Monitor
-from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
-from adaptra.runtime.worker.step.program_messages import BatchShapes, MessageShapes, ProgramMessages
+from adaptra.runtime.worker.step.program_messages import ProgramMessages
 
 
 @dataclass(slots=True)
@@ -56,14 +55,10 @@ class Executor:
         program: A lowered program that :func:`adaptra.program.verify.verify` accepts.
         rank: This rank.
         stages: The stages of this rank by replica and index, as ops name them. They train, unless all compute ops are F.
-        shapes: The tensors in the messages of every stage of the pipeline, by stage index.
-        batch: The tensors of a microbatch's inputs, targets and results.
-        transport: Carries the messages; its receive buffers are reserved here, sized by the program.
+        messages: The messages of its order.
         pacing: Lengthens ops on emulated devices and slowed stages.
         monitor: Records ops and messages.
         mark: The present time on this rank's device, as :meth:`adaptra.runtime.devices.device_clock.OpClock.mark`.
-        timeout: Seconds an op waits for a message before the step fails.
-        shape: The code of the batch's shape, which both sides of a message compare.
     """
 
     def __init__(
@@ -71,14 +66,10 @@ class Executor:
         program: Program,
         rank: int,
         stages: Mapping[tuple[int, int], ForwardStage],
-        shapes: Sequence[MessageShapes],
-        batch: BatchShapes,
-        transport: Transport,
+        messages: ProgramMessages,
         pacing: Pacing,
         monitor: Monitor,
         mark: Callable[[], Mark],
-        timeout: float,
-        shape: int = 0,
     ) -> None:
         self.program = program
         self._order = program.orders[rank]
@@ -86,7 +77,7 @@ class Executor:
         # Whoever gives a program with other ops than F gives stages that train.
         self._stages = cast("Mapping[tuple[int, int], Stage]", stages)
         self._home = program.routing.replica_of(rank)
-        self._messages = ProgramMessages(program, rank, shapes, batch, transport, monitor, timeout, shape)
+        self._messages = messages
         self._at_end = [op for op in self._order if self._comes_home(op)]
         self._pacing = pacing
         self._monitor = monitor

@@ -1,0 +1,42 @@
+"""Refuses programs that keep more activations than a job allows."""
+
+from __future__ import annotations
+
+from adaptra.errors import PlanError
+from adaptra.program import Program
+from adaptra.simulation.cost import CostModel
+from adaptra.simulation.simulate import Simulation, simulate
+
+
+def check_memory(what: str, program: Program, cost: CostModel) -> None:
+    """Refuse a program that keeps more activations than the job allows, counting those that W still needs.
+
+    Args:
+        what: The program's name in the error.
+        program: Without or with messages.
+        cost: Gives the memory of microbatches and its limits, in microbatches or bytes.
+
+    Raises:
+        PlanError: Names the rank, the memory that it would need and its limit.
+    """
+    found = simulate(program, cost)
+    if not program.is_one_pipeline:
+        _check_memory_of_workers(what, found)
+        return
+    for rank in found.over_memory:
+        assert cost.memory_limit is not None, "only a limit can be exceeded"
+        raise PlanError(
+            f"{what}: rank {rank} holds {found.peak_memory[rank]:g} of activations: expected at most "
+            f"{cost.memory_limit[rank]:g}, in the unit of memory= (microbatches, or bytes)"
+        )
+
+
+def _check_memory_of_workers(what: str, found: Simulation) -> None:
+    for worker in found.over_memory:
+        case = found.case
+        assert case.memory is not None, "only a limit can be exceeded"
+        most = case.memory[worker % case.ranks]
+        raise PlanError(
+            f"{what}: worker {case.place_of(worker)} holds {found.held[worker]} microbatches, with those of other replicas: "
+            f"expected at most {most}, as memory= allows"
+        )
