@@ -6,18 +6,40 @@ Stage 0's input has no gradient; as in a real model, what its layers need of one
 
 from __future__ import annotations
 
+import argparse
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from _ranks import layer, squared_error
 from torch import Tensor, nn
+from torch.distributed import config
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 CHUNKS = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "InterleavedZeroBubble": 2, "ZBVZeroBubble": 2}
 """Their names, and how many stages each has on a rank."""
+
+SETTINGS = {"per-edge": "one communicator per directed edge", "deferred": "each receive right before the op that needs it"}
+"""What torch 2.15 can set besides, by the name that follows a schedule's after a plus."""
+
+
+def contender_named(text: str) -> str:
+    """Return the name of a contender, as a command takes it: a schedule's, and settings as in ``ZBVZeroBubble+per-edge``.
+
+    Raises:
+        ArgumentTypeError: There is no such schedule or setting, or this torch has none.
+    """
+    name, *settings = text.split("+")
+    if name not in CHUNKS or not set(settings) <= set(SETTINGS):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected one of {', '.join(CHUNKS)}, then +{' or +'.join(SETTINGS)}")
+    if settings and not hasattr(config, "pipeline_per_edge_p2p"):
+        raise argparse.ArgumentTypeError(f"{text!r}: torch {torch.__version__} has no such setting: expected torch 2.15")
+    if "deferred" in settings and CHUNKS[name] == 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: schedules of one stage per rank cannot defer receives")
+    return text
 
 
 def stages_of(name: str, rank: int, ranks: int) -> list[int]:
@@ -61,20 +83,29 @@ class EmulatedStage(nn.Module):
         return found
 
 
+def _per_edge() -> AbstractContextManager[None]:
+    """While it holds, stages are made with communicators of their own per directed edge."""
+    settings: Any = config
+    return settings.patch(pipeline_per_edge_p2p=True)
+
+
 class TorchSchedule:
-    """One of torch's schedules on this rank, for the small problem of ``_ranks.py``."""
+    """One of torch's schedules on this rank, named as by :func:`contender_named`, for the small problem of ``_ranks.py``."""
 
     def __init__(self, name: str, microbatches: int, seconds: float) -> None:
         rank, ranks = dist.get_rank(), dist.get_world_size()
+        name, *settings = name.split("+")
         chunks = CHUNKS[name]
         count = ranks * chunks
         mine = stages_of(name, rank, ranks)
         torch.manual_seed(0)
-        stages = [
-            PipelineStage(EmulatedStage(seconds / chunks, index == 0), index, count, torch.device("cpu")) for index in mine
-        ]
+        with _per_edge() if "per-edge" in settings else nullcontext():
+            stages = [
+                PipelineStage(EmulatedStage(seconds / chunks, index == 0), index, count, torch.device("cpu")) for index in mine
+            ]
         made: Any = get_schedule_class(name)
-        self._schedule = made(stages if chunks > 1 else stages[0], microbatches, loss_fn=squared_error)
+        deferred = {"defer_pp_recv": True} if "deferred" in settings else {}
+        self._schedule = made(stages if chunks > 1 else stages[0], microbatches, loss_fn=squared_error, **deferred)
         self._is_first, self._is_last = 0 in mine, count - 1 in mine
 
     def step(self, inputs: Tensor, targets: Tensor) -> None:

@@ -31,7 +31,7 @@ from typing import Any
 import torch.distributed as dist
 from _ranks import change_links, run_on_hosts, small_problem, timed_in_a_row
 from _table import Row, parser, print_rows
-from _torch_schedules import CHUNKS, TorchSchedule
+from _torch_schedules import CHUNKS, SETTINGS, TorchSchedule, contender_named
 
 import adaptra
 from adaptra.program import Kind
@@ -211,7 +211,8 @@ def main() -> int:
     arguments.add_argument("--microbatches", type=int, default=16)
     arguments.add_argument("--op-ms", type=float, default=20.0, help="duration of every op, milliseconds")
     arguments.add_argument("--forwards", type=float, nargs="*", default=[0.5, 1, 2, 3, 6], help="one-way delays, in forwards")
-    arguments.add_argument("--against", nargs="+", choices=CHUNKS, default=list(CHUNKS), help="which of torch's schedules")
+    against = f"which of torch's schedules: {', '.join(CHUNKS)}; with torch 2.15 followed by +{' or +'.join(SETTINGS)}"
+    arguments.add_argument("--against", nargs="+", type=contender_named, default=list(CHUNKS), help=against)
     arguments.add_argument("--runs", type=int, default=3, help="steps of every contender per situation")
     arguments.add_argument("--episode", type=int, default=6, help="steps between changes at the end; 0 to leave that out")
     given = arguments.parse_args()
