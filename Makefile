@@ -15,7 +15,7 @@ ONE_PROCESS := not processes and not root and not rdma
 ON_ALL_CORES := --numprocesses=logical --dist=worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test lint types docs cxx unit processes alone rdma checks checks_aside versions gpu bench clean
+.PHONY: help setup demo check test lint types docs cxx unit processes alone rdma checks aside versions gpu bench clean
 
 help: ## name every target
 	@sed -nE 's/^([a-z_]+):[^#]*## (.*)$$/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -70,8 +70,8 @@ cxx: $(READY) ## the tests in C++ under sanitizers, and the fuzzer
 	fi
 
 # Each test has one core: threads of torch wait for each other at the cost of the tests beside them.
-unit: $(READY) ## the tests of one process, on all cores
-	OMP_NUM_THREADS=1 $(BIN)/pytest -m "$(ONE_PROCESS)" $(ON_ALL_CORES)
+unit: $(READY) ## the tests of one process, on all cores; UNIT= takes options of pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "$(ONE_PROCESS)" $(ON_ALL_CORES) $(UNIT)
 
 # A test of several processes keeps about one core busy, so two of them run at a time.
 processes: $(READY) ## the tests that start several processes
@@ -86,14 +86,15 @@ rdma: $(READY) ## the tests that boot the lab of RDMA devices
 checks: $(READY) ## lint, types, docs, cxx
 	$(MAKE) --jobs=1 lint types docs cxx
 
-# A test that measures times leaves about a core idle. Checks use that, and give way to it.
+# A test that measures times leaves about a core idle. What takes no notice of the time uses that, and gives way to it.
 test: $(READY) ## everything that can fail here: lint, types, docs, C++ and all tests
-	$(MAKE) --jobs=2 --output-sync=target alone checks_aside
-	$(MAKE) --jobs=2 --output-sync=target unit rdma
+	$(MAKE) --jobs=2 --output-sync=target alone aside
+	$(MAKE) --jobs=2 --output-sync=target unit rdma UNIT=--ignore=tests/graph
 	$(MAKE) --jobs=1 processes
 
-checks_aside: $(READY) ## the checks, at the lowest priority
+aside: $(READY) ## the checks and the unit tests of graphs, at the lowest priority
 	nice -n 19 $(MAKE) --jobs=1 checks
+	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/pytest -m "$(ONE_PROCESS)" tests/graph
 
 # With every Python that there is and torch from 2.11 to 2.15. It takes hours, and 6 GB for one environment at a time.
 versions: $(READY) ## unit tests and the demo with Python 3.11 to 3.13 and torch 2.11 to 2.15: a table
