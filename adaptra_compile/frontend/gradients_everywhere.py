@@ -7,7 +7,6 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from adaptra.errors import PeerLostError
 from adaptra.frontend.running.session import Session
@@ -50,9 +49,8 @@ class Everywhere:
             groups.setdefault((self._source[name], tensors[name].dtype), []).append(name)
         flat = {key: self._joined(key, [tensors[name] for name in members]) for key, members in groups.items()}
         try:
-            works = [dist.broadcast(_bytes(one), source, self._group, async_op=True) for (source, _), one in flat.items()]
+            works = [self._group.broadcast(_bytes(one), source) for (source, _), one in flat.items()]
             for work in works:
-                assert work is not None, "this rank is of the group"
                 work.wait()
         except RuntimeError as error:
             raise PeerLostError(f"gradients of all stages: a rank is lost: {error}") from error

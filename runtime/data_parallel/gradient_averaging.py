@@ -23,7 +23,14 @@ from adaptra.collectives.seconds import slowest
 from adaptra.errors import PeerLostError
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 from adaptra.runtime.transports.link_probe import measure_links
-from adaptra.runtime.transports.process_groups import broken_peer, end_gloo_waits, end_raw_group, is_gloo, raw_group
+from adaptra.runtime.transports.process_groups import (
+    Members,
+    broken_peer,
+    end_gloo_waits,
+    end_group,
+    is_gloo,
+    new_group,
+)
 from adaptra.runtime.world.world import ProcessId, WorkerId, World
 
 MEASURED_ROUNDS: Final = 3
@@ -74,7 +81,7 @@ class Replicas:
         self._column = world.column(place)
         self._count = len(self._column)
         self._group, self._aside = (
-            raw_group(f"{name}/stage {place}{part}", self.index, self._count) for part in ("", " aside")
+            new_group(Members(f"{name}/stage {place}{part}", self.index, self._count)) for part in ("", " aside")
         )
         self._sums = {one: GroupSum(one) for one in (self._group, self._aside)}
         self._lock = threading.Lock()
@@ -213,7 +220,7 @@ class Replicas:
         with self._lock:
             is_first, self._ended = not self._ended, True
         for group in (self._group, self._aside) if is_first else ():
-            end_raw_group(group)
+            end_group(group)
 
 
 def _of_the_first() -> dist.BroadcastOptions:

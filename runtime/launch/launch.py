@@ -29,7 +29,7 @@ from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.transports.lanes import LanedTransport
 from adaptra.runtime.transports.local import LocalHub
 from adaptra.runtime.transports.pipeline_transport import PipelineTransport
-from adaptra.runtime.transports.process_groups import end_group, end_keys, job_store, keys_of, new_group, sweep
+from adaptra.runtime.transports.process_groups import Members, end_group, end_keys, job_store, keys_of, new_group, sweep
 from adaptra.runtime.transports.registry import create_transport
 from adaptra.runtime.world.world import Attempt, Place, ProcessId, World
 
@@ -48,7 +48,6 @@ class Launch:
         membership: This process's, from its launch on.
         replicas: This process's peers in other pipelines, or None without data parallelism.
         job: Joins this process to others; None if all workers are threads of this process.
-        group: The process group of its workers, if it was made for this world.
     """
 
     transports: tuple[Transport, ...]
@@ -57,7 +56,6 @@ class Launch:
     membership: ProcessMembership
     replicas: Replicas | None = None
     job: Job | None = None
-    group: dist.ProcessGroup | None = None
 
     @property
     def ranks(self) -> list[Place]:
@@ -96,8 +94,6 @@ class Launch:
         """Release the groups that were made for this world, once its transports are closed and nothing has failed."""
         if self.replicas is not None:
             self.replicas.end()
-        if self.group is not None:
-            end_group(self.group)
 
     def enter(self, world: World) -> Launch:
         """Join the workers of this process in a later world. All processes call it with the same one.
@@ -143,7 +139,6 @@ class Job:
         self.ranks = dist.get_world_size()
         self._name = name
         self._keys = _name_of_call(call)
-        self._contributed = contributed
         self.store = signed(keys_of(self._keys), self._keys, [contributed])
         self._with_delegate = with_delegate
         self._addresses = addresses
@@ -151,6 +146,7 @@ class Job:
         self._met = 0
         self._averages = averages
         self._everyone: dist.ProcessGroup | None = None
+        self._joined: tuple[ProcessId, ...] = ()
         self._timeout = timeout
         self.membership = ProcessMembership(self._join if self.ranks > 1 else None)
 
@@ -168,7 +164,7 @@ class Job:
 
     @property
     def everyone(self) -> dist.ProcessGroup:
-        """The process group of all ranks of the job, by rank. If roles can't change, it exists once all ranks have met."""
+        """The group of all processes of the world, in their order. If roles can't change, it exists once all have met."""
         assert self._everyone is not None, "the ranks of the job have met"
         return self._everyone
 
@@ -178,8 +174,9 @@ class Job:
         Raises:
             PeerLostError: Another rank failed or died before all had joined; names it.
         """
-        if self._averages and self._everyone is None:
-            self._make_everyone()
+        self._world = world
+        if self._averages:
+            self._join_everyone()
         return self.connect(lambda: self._enter(world, f"{self._keys}/{world.epoch}"))
 
     def connect(self, make: Callable[[], T]) -> T:
@@ -188,24 +185,31 @@ class Job:
 
     def _enter(self, world: World, name: str) -> Launch:
         process = ProcessId(self.rank)
-        everyone = new_group(world.hosts, f"{name}/workers", timeout=None)
-        if not self._averages:
-            return Launch((self._transport(everyone, world),), world, process, self.membership, None, self, everyone)
         (worker,) = world.hosted(process)
-        replicas = Replicas(world, worker, name)
-        return Launch((self._transport(everyone, world),), world, process, self.membership, replicas, self, everyone)
-
-    def _transport(self, group: dist.ProcessGroup, world: World) -> Transport:
-        made = _join(self._name, group, self._with_delegate, self._addresses)
+        transport = self._transport(Members(f"{name}/workers", worker, len(world.hosts)))
         if world.epoch:
-            made.begin(Attempt(world.epoch))
-        return made
+            transport.begin(Attempt(world.epoch))
+        replicas = Replicas(world, worker, name) if self._averages else None
+        return Launch((transport,), world, process, self.membership, replicas, self)
 
-    def _make_everyone(self) -> None:
-        def make() -> dist.ProcessGroup:
-            return new_group(range(self.ranks), f"{self._keys}/all", "gloo", timeout=None)
+    def _transport(self, members: Members) -> Transport:
+        if self._name == "delegate":
+            return create_transport(self._name, members=members, addresses=self._addresses)
+        transport = create_transport(self._name, members=members)
+        if not self._with_delegate:
+            return transport
+        return LanedTransport(transport, {"delegate": create_transport("delegate", members=members, addresses=self._addresses)})
 
-        self._everyone = self.connect(make)
+    def _join_everyone(self) -> None:
+        """Make the group of all processes of the world, unless there is one of the same processes."""
+        epoch, processes = self._world.epoch, self._world.processes
+        if self._joined == processes:
+            return
+        members = Members(f"{self._keys}/{epoch}/all", processes.index(ProcessId(self.rank)), len(processes))
+        before, self._everyone = self._everyone, self.connect(lambda: new_group(members, "gloo"))
+        self._joined = processes
+        if before is not None:
+            end_group(before)
 
     def close(self) -> None:
         """Release the objects made for role changes and cut changes. Nothing may have failed."""
@@ -237,8 +241,7 @@ class Job:
             self.store.delete_key(f"change/{self._met - 1}/{self.rank}")
         if self.rank == 0:
             sweep()
-        if self._everyone is None:
-            self._make_everyone()
+        self._join_everyone()
         return said
 
 
@@ -319,27 +322,15 @@ def launch(
     averages = roles not in (None, usual) or ranks != size
     job = Job(name, call, contributed, with_delegate, addresses, timeout, spares, averages)
     try:
-        if averages:
-            return job.enter(World.of_roles(roles or usual))
-        made = job.connect(lambda: _join(name, None, with_delegate, addresses))
+        return job.enter(World.of_roles(roles or usual))
     except BaseException:
         job.membership.close()
         raise
-    return Launch((made,), World.of_roles(usual), ProcessId(rank), job.membership, None, job)
 
 
 def _in_threads(world: World, membership: ProcessMembership) -> Launch:
     hub = LocalHub(world.places)
     return Launch(tuple(hub.transport(worker) for worker in world.pipeline(0)), world, ProcessId(0), membership)
-
-
-def _join(name: str, group: dist.ProcessGroup | None, with_delegate: bool, addresses: Sequence[str]) -> Transport:
-    if name == "delegate":
-        return create_transport(name, group=group, addresses=addresses)
-    transport = create_transport(name, group=group)
-    if not with_delegate:
-        return transport
-    return LanedTransport(transport, {"delegate": create_transport("delegate", group=group, addresses=addresses)})
 
 
 def _clients_of(name: str, with_delegate: bool) -> int:
