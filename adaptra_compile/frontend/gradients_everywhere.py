@@ -23,7 +23,7 @@ class Everywhere:
     def __init__(self, session: Session, timeout: float) -> None:
         job, world = session.launched.job, session.launched.world
         assert job is not None, "a pipeline whose ranks are in one process has everything"
-        job.meet(timeout)
+        session.launched.meet(timeout)
         self._group: Final = job.everyone
         self._rank: Final = job.rank
         pipeline = world.hosts_of(world.pipeline(0))

@@ -38,7 +38,7 @@ def free_memory(launched: Launch, device: torch.device, timeout: float) -> tuple
     free = free_on(device)
     if launched.job is None:
         return (free // len(launched.transports),) * len(launched.transports)
-    found = _gather_by_rank(under("free memory", launched.job.store), launched.job.rank, [_place(device), free], timeout)
+    found = _gather_by_rank(under("free memory", launched.records), launched.job.rank, [_place(device), free], timeout)
     sharing = Counter(place for place, _ in found)
     shares = [free // sharing[place] for place, free in found]
     world = launched.world

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch.distributed import Store
 
 from adaptra.checks import nearest_multiple
 from adaptra.errors import LaunchError
@@ -83,6 +85,35 @@ class Launch:
             return transport
         return PipelineTransport(transport, self.replica, self.world.pipeline(self.replica))
 
+    @property
+    def attempt(self) -> Attempt:
+        """The attempt that its transports are in."""
+        return self.transports[0].attempt
+
+    @property
+    def records(self) -> Store:
+        """The records of the present attempt, which all processes of the job share."""
+        assert self.job is not None, "this process is one of several"
+        return under(str(self.attempt), self.job.store)
+
+    def meet(self, timeout: float, check: Check = no_check, text: str = "") -> list[str]:
+        """Wait for all ranks of the job, which call it together. One process alone does not wait.
+
+        Args:
+            timeout: Seconds to wait for them.
+            check: As of :func:`.exchange.gather`.
+            text: This rank's text for the others.
+
+        Returns:
+            The text of every rank, by rank.
+
+        Raises:
+            LaunchError: Ranks have not come within ``timeout`` seconds; names them.
+            PeerLostError: A rank failed or died when all had come; names it.
+            ControlError: The store is lost.
+        """
+        return [text] if self.job is None else self.job.meet(self.attempt, timeout, check, text)
+
     def give_up(self) -> None:
         """Leave the job before a worker has begun."""
         self.membership.leave()
@@ -143,7 +174,7 @@ class Job:
         self._with_delegate = with_delegate
         self._addresses = addresses
         self._spares = spares
-        self._met = 0
+        self._met: Counter[Attempt] = Counter()
         self._averages = averages
         self._everyone: dist.ProcessGroup | None = None
         self._joined: tuple[ProcessId, ...] = ()
@@ -219,26 +250,13 @@ class Job:
         end_keys(self._keys, self.rank, dist.get_world_size())
         self._spares.end()
 
-    def meet(self, timeout: float, check: Check = no_check, text: str = "") -> list[str]:
-        """Wait for all ranks of the job, which call it together.
-
-        Args:
-            timeout: Seconds to wait for them.
-            check: As of :func:`.exchange.gather`.
-            text: This rank's text for the others.
-
-        Returns:
-            The text of every rank, by rank.
-
-        Raises:
-            LaunchError: Ranks have not come within ``timeout`` seconds; names them.
-            PeerLostError: A rank failed or died when all had come; names it.
-            ControlError: The store is lost.
-        """
-        self._met += 1
-        said = exchange(self.store, f"change/{self._met}", self.rank, text, range(dist.get_world_size()), timeout, check)
-        if self._met > 1:  # all ranks have read the previous text, since all are here
-            self.store.delete_key(f"change/{self._met - 1}/{self.rank}")
+    def meet(self, attempt: Attempt, timeout: float, check: Check, text: str) -> list[str]:
+        """Wait for all ranks of the job, which call it together in the same attempt; see :meth:`Launch.meet`."""
+        self._met[attempt] += 1
+        met, store = self._met[attempt], under(str(attempt), self.store)
+        said = exchange(store, f"change/{met}", self.rank, text, range(self.ranks), timeout, check)
+        if met > 1:  # all ranks have read the previous text, since all are here
+            store.delete_key(f"change/{met - 1}/{self.rank}")
         if self.rank == 0:
             sweep()
         self._join_everyone()

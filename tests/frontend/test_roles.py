@@ -192,7 +192,7 @@ def lose_a_rank(rank: int, meets: bool) -> tuple[str, str] | None:
         if rank == 1:
             if meets:
                 assert pipe._session is not None and pipe._session.launched.job is not None
-                pipe._session.launched.job.meet(30.0, text=Consent().encode())
+                pipe._session.launched.meet(30.0, text=Consent().encode())
             os._exit(1)
         try:
             pipe.settle_roles(torch.optim.SGD(pipe.parameters()))

@@ -69,6 +69,7 @@ class LocalWorkers:
         self.launched = launched
         self.workers = tuple(workers)
         if self.calls is not None:
+            self.calls.attempt = lambda: launched.attempt
             for worker in self.workers:
                 worker.explain = self.calls.explain
         # Also if the process ends without a close, since the transports' threads must not outlive the interpreter.
@@ -210,13 +211,10 @@ class LocalWorkers:
         Raises:
             StateError: A rank can't move. The pipeline continues as before.
         """
-        job = self.launched.job
 
         def meet(consent: Consent) -> list[str]:
-            if job is None:
-                return []
             with self.called(call), self.changing(what):
-                return job.meet(timeout, self.check, consent.encode())
+                return self.launched.meet(timeout, self.check, consent.encode())
 
         try:
             found, consent = ready()

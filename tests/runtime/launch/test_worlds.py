@@ -11,6 +11,7 @@ import torch.distributed as dist
 from processes import run_processes
 from transport_bodies import SMALL, forward, make
 
+from adaptra.errors import LaunchError
 from adaptra.runtime.control_store import spare_clients
 from adaptra.runtime.launch.launch import Launch, launch
 from adaptra.runtime.transports.base import Transport
@@ -42,7 +43,7 @@ def enter(rank: int, with_delegate: bool) -> tuple[list[int], int] | None:
     launched: Launch = launch(RANKS, "c10d", {}, TIMEOUT, with_delegate=with_delegate, addresses=addresses)
     job = launched.job
     assert job is not None
-    job.meet(TIMEOUT)
+    launched.meet(TIMEOUT)
     everyone = job.everyone
     assert (everyone.rank(), everyone.size()) == (rank, RANKS)
     opened: list[object] = []
@@ -73,6 +74,31 @@ def enter(rank: int, with_delegate: bool) -> tuple[list[int], int] | None:
     job.close()
     launched.membership.close()
     return (found, len(opened)) if found else None
+
+
+def meet_again(rank: int) -> list[list[str]]:
+    """What this rank reads in a later attempt, and in the next epoch, after it alone has met once more in the first attempt."""
+    dist.init_process_group("gloo")
+    launched = launch(2, "c10d", {}, TIMEOUT)
+    found = [launched.meet(TIMEOUT, text=f"first of {rank}")]
+    if rank == 0:
+        with pytest.raises(LaunchError, match="rank 1 did not answer"):
+            launched.meet(0.5, text="alone")
+    dist.barrier()
+    launched.transports[0].begin(Attempt(0, 1))
+    found.append(launched.meet(TIMEOUT, text=f"again of {rank}"))
+    after = launched.enter(launched.world.followed_by())
+    found.append(after.meet(TIMEOUT, text=f"next of {rank}"))
+    dist.barrier()
+    for transport in (*launched.transports, *after.transports):
+        transport.close()
+    after.membership.close()
+    return found
+
+
+def test_ranks_meet_in_each_attempt_anew() -> None:
+    expected = [[f"{when} of {rank}" for rank in range(2)] for when in ("first", "again", "next")]
+    assert run_processes(meet_again, 2) == [expected] * 2
 
 
 @pytest.mark.parametrize("with_delegate", [False, True])
