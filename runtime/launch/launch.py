@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch.distributed as dist
-from torch.distributed import Store
 
 from adaptra.checks import nearest_multiple
 from adaptra.errors import LaunchError
@@ -90,29 +89,35 @@ class Launch:
         """The attempt that its transports are in."""
         return self.transports[0].attempt
 
-    @property
-    def records(self) -> Store:
-        """The records of the present attempt, which all processes of the job share."""
-        assert self.job is not None, "this process is one of several"
-        return under(str(self.attempt), self.job.store)
-
-    def meet(self, timeout: float, check: Check = no_check, text: str = "") -> list[str]:
-        """Wait for all ranks of the job, which call it together. One process alone does not wait.
+    def tell(self, what: str, text: str, timeout: float, check: Check = no_check) -> list[str]:
+        """Tell all processes of the job a text; all of them call it. Texts of one attempt alone meet.
 
         Args:
-            timeout: Seconds to wait for them.
+            what: What is told, for errors.
+            text: This process's text.
+            timeout: Seconds to wait for the others.
             check: As of :func:`.exchange.gather`.
-            text: This rank's text for the others.
 
         Returns:
-            The text of every rank, by rank.
+            The text of every process, by its number.
 
         Raises:
-            LaunchError: Ranks have not come within ``timeout`` seconds; names them.
-            PeerLostError: A rank failed or died when all had come; names it.
+            LaunchError: Processes have not come within ``timeout`` seconds; names them.
             ControlError: The store is lost.
         """
-        return [text] if self.job is None else self.job.meet(self.attempt, timeout, check, text)
+        return [text] if self.job is None else self.job.tell(self.attempt, what, text, timeout, check)
+
+    def meet(self, timeout: float, check: Check = no_check, text: str = "") -> list[str]:
+        """Tell a text as :meth:`tell` before a change of all processes, for which those of the job then have a group.
+
+        Raises:
+            PeerLostError: A rank failed or died when all had come; names it.
+            As :meth:`tell`.
+        """
+        said = self.tell("change", text, timeout, check)
+        if self.job is not None:
+            self.job.prepare_change()
+        return said
 
     def give_up(self) -> None:
         """Leave the job before a worker has begun."""
@@ -174,7 +179,7 @@ class Job:
         self._with_delegate = with_delegate
         self._addresses = addresses
         self._spares = spares
-        self._met: Counter[Attempt] = Counter()
+        self._told: Counter[tuple[Attempt, str]] = Counter()
         self._averages = averages
         self._everyone: dist.ProcessGroup | None = None
         self._joined: tuple[ProcessId, ...] = ()
@@ -250,17 +255,20 @@ class Job:
         end_keys(self._keys, self.rank, dist.get_world_size())
         self._spares.end()
 
-    def meet(self, attempt: Attempt, timeout: float, check: Check, text: str) -> list[str]:
-        """Wait for all ranks of the job, which call it together in the same attempt; see :meth:`Launch.meet`."""
-        self._met[attempt] += 1
-        met, store = self._met[attempt], under(str(attempt), self.store)
-        said = exchange(store, f"change/{met}", self.rank, text, range(self.ranks), timeout, check)
-        if met > 1:  # all ranks have read the previous text, since all are here
-            store.delete_key(f"change/{met - 1}/{self.rank}")
+    def tell(self, attempt: Attempt, what: str, text: str, timeout: float, check: Check) -> list[str]:
+        """See :meth:`Launch.tell`."""
+        self._told[attempt, what] += 1
+        number, store = self._told[attempt, what], under(str(attempt), self.store)
+        said = exchange(store, f"{what}/{number}", self.rank, text, range(self.ranks), timeout, check)
+        if number > 1:  # all ranks have read the previous text, since all are here
+            store.delete_key(f"{what}/{number - 1}/{self.rank}")
+        return said
+
+    def prepare_change(self) -> None:
+        """Remove what groups have left in the store, and join all processes of the world. All of them have met."""
         if self.rank == 0:
             sweep()
         self._join_everyone()
-        return said
 
 
 def is_launched() -> bool:

@@ -103,7 +103,9 @@ class Reconfiguration:
         with self._local.called("settle_roles"), self._local.changing("roles"):
             case, measured, reduce = worker.initial.case, tuple(worker.last.measured), self._spec.options.reduce
             sums = SumPlan(reduce.algorithm, reduce.bucket)
-            change = agree_on_roles(job.everyone, roles, self._local.compiled.train, case, measured, held, horizon, sums)
+            change = agree_on_roles(
+                self._tell, job.everyone, roles, self._local.compiled.train, case, measured, held, horizon, sums
+            )
         if change is not None:
             self.take_roles(change.after, optimizer)
             (worker,) = self._local.workers
@@ -124,8 +126,7 @@ class Reconfiguration:
         held = self._agreed("split", "settle_split", lambda: (self._leaving("split", optimizer), Consent()))
         with self._local.called("settle_split"), self._local.changing("split"):
             job, plan = self._local.launched.job, worker.plan
-            group = None if job is None else job.everyone
-            known, bytes_per_byte = gather_costs(group, plan.case.cost, worker.controller.measured_cost, held)
+            known, bytes_per_byte = gather_costs(self._tell, plan.case.cost, worker.controller.measured_cost, held)
 
             def moving(places: Sequence[CutPoint]) -> tuple[float, float] | None:
                 began = time.monotonic()
@@ -143,7 +144,7 @@ class Reconfiguration:
                 routed = None if plan.program.is_one_pipeline else plan.predicted
                 running = plan.program, plan.delegated, plan.rounded
                 decided = choose_split(case, *running, self._local.planned.bandwidth, horizon, moving, routed)
-            decided = share_split(group, decided, self._local.compiled.cut_points)
+            decided = share_split(self._tell, decided, self._local.compiled.cut_points)
         if decided is None:
             return None
         change, places = decided
@@ -302,6 +303,10 @@ class Reconfiguration:
                 "they move between ranks; remove it by its handle, and register it of pipe.parameters() afterwards"
             )
         return [gather_state(worker.state, optimizer) for worker in self._local.workers]
+
+    def _tell(self, text: str) -> list[str]:
+        """Tell all ranks of the job a text, and return that of each, by rank."""
+        return self._local.launched.tell("change", text, self._spec.options.timeout, self._local.check)
 
     def _agreed(self, what: str, call: str, ready: Callable[[], tuple[Result, Consent]]) -> Result:
         """Prepare a move and wait until every rank can make it: see :meth:`.local_workers.LocalWorkers.agreed`."""
