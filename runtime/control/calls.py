@@ -62,6 +62,7 @@ class Calls:
         self._lock = threading.Lock()
         self._names: deque[str] = deque(maxlen=_KEPT)
         self._number = 0
+        self._written = ""
         self._compare_at: float | None = None
         self._depth = 0
         self._ended = threading.Event()
@@ -188,7 +189,10 @@ class Calls:
     def _write(self) -> None:
         with self._lock:
             calls = {"number": self._number, "names": list(self._names)[-_WRITTEN:]}
-        self._store.set(self._key(self._rank), encode(calls))
+        before, self._written = self._written, self._key(self._rank)
+        self._store.set(self._written, encode(calls))
+        if before not in ("", self._written):
+            self._store.delete_key(before)
 
     def _key(self, rank: int) -> str:
         return f"{self.attempt()}/{rank}"

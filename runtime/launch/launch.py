@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -47,7 +46,7 @@ class Launch:
         world: The world that they are in.
         process: This process.
         membership: This process's, from its launch on.
-        replicas: This process's peers in other pipelines, or None without data parallelism.
+        replicas: This process's peers in other pipelines.
         job: Joins this process to others; None if all workers are threads of this process.
     """
 
@@ -55,7 +54,7 @@ class Launch:
     world: World
     process: ProcessId
     membership: ProcessMembership
-    replicas: Replicas | None = None
+    replicas: Replicas
     job: Job | None = None
 
     @property
@@ -75,12 +74,12 @@ class Launch:
 
     @property
     def roles(self) -> Roles | None:
-        """The roles of all processes; None without replicas."""
-        return None if self.replicas is None else self.world.roles
+        """The roles of all processes; None if they can't change."""
+        return self.world.roles if self.job is not None and self.job.averages else None
 
     def pipeline_of(self, transport: Transport) -> Transport:
         """Return the part of one of these transports, or of one that wraps it, that joins the workers of its pipeline."""
-        if self.replicas is None:
+        if self.world.replicas == 1:
             return transport
         return PipelineTransport(transport, self.replica, self.world.pipeline(self.replica))
 
@@ -128,8 +127,7 @@ class Launch:
 
     def end(self) -> None:
         """Release the groups that were made for this world, once its transports are closed and nothing has failed."""
-        if self.replicas is not None:
-            self.replicas.end()
+        self.replicas.end()
 
     def enter(self, world: World) -> Launch:
         """Join the workers of this process in a later world. All processes call it with the same one.
@@ -155,6 +153,7 @@ class Job:
 
     Attributes:
         rank: This process's rank in the job.
+        averages: As given.
         store: The store of this launch, shared by all its ranks.
         ranks: The number of ranks of the job.
         membership: This process's in this launch. Its user closes it.
@@ -179,8 +178,8 @@ class Job:
         self._with_delegate = with_delegate
         self._addresses = addresses
         self._spares = spares
-        self._told: Counter[tuple[Attempt, str]] = Counter()
-        self._averages = averages
+        self._told: dict[str, tuple[Attempt, int]] = {}
+        self.averages = averages
         self._everyone: dist.ProcessGroup | None = None
         self._joined: tuple[ProcessId, ...] = ()
         self._timeout = timeout
@@ -211,7 +210,7 @@ class Job:
             PeerLostError: Another rank failed or died before all had joined; names it.
         """
         self._world = world
-        if self._averages:
+        if self.averages:
             self._join_everyone()
         return self.connect(lambda: self._enter(world, f"{self._keys}/{world.epoch}"))
 
@@ -225,8 +224,7 @@ class Job:
         transport = self._transport(Members(f"{name}/workers", worker, len(world.hosts)))
         if world.epoch:
             transport.begin(Attempt(world.epoch))
-        replicas = Replicas(world, worker, name) if self._averages else None
-        return Launch((transport,), world, process, self.membership, replicas, self)
+        return Launch((transport,), world, process, self.membership, Replicas(world, worker, name), self)
 
     def _transport(self, members: Members) -> Transport:
         if self._name == "delegate":
@@ -257,11 +255,13 @@ class Job:
 
     def tell(self, attempt: Attempt, what: str, text: str, timeout: float, check: Check) -> list[str]:
         """See :meth:`Launch.tell`."""
-        self._told[attempt, what] += 1
-        number, store = self._told[attempt, what], under(str(attempt), self.store)
-        said = exchange(store, f"{what}/{number}", self.rank, text, range(self.ranks), timeout, check)
-        if number > 1:  # all ranks have read the previous text, since all are here
-            store.delete_key(f"{what}/{number - 1}/{self.rank}")
+        before, count = self._told.get(what, (attempt, 0))
+        number = count + 1 if before == attempt else 1
+        self._told[what] = attempt, number
+        name, store = f"{what}/{number}", under(str(attempt), self.store)
+        said = exchange(store, name, self.rank, text, range(self.ranks), timeout, check)
+        if count:  # all ranks have read the previous text, since all are here
+            under(str(before), self.store).delete_key(f"{what}/{count}/{self.rank}")
         return said
 
     def prepare_change(self) -> None:
@@ -355,8 +355,9 @@ def launch(
 
 
 def _in_threads(world: World, membership: ProcessMembership) -> Launch:
-    hub = LocalHub(world.places)
-    return Launch(tuple(hub.transport(worker) for worker in world.pipeline(0)), world, ProcessId(0), membership)
+    hub, workers = LocalHub(world.places), world.pipeline(0)
+    replicas = Replicas(world, workers[0], "threads")
+    return Launch(tuple(map(hub.transport, workers)), world, ProcessId(0), membership, replicas)
 
 
 def _clients_of(name: str, with_delegate: bool) -> int:

@@ -117,4 +117,4 @@ def open_recorder(options: RecordingOptions, launched: Launch) -> Recorder:
 
 
 def _telemetry(options: RecordingOptions, launched: Launch) -> Telemetry:
-    return of_replica(options.telemetry, None if launched.replicas is None else launched.replicas.index)
+    return options.telemetry if launched.world.replicas == 1 else of_replica(options.telemetry, launched.replica)

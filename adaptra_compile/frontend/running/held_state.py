@@ -63,7 +63,7 @@ class HeldState:
 
         Buffers that differ between replicas are copies of the first replica's. All ranks call it.
         """
-        if self._local.launched.replicas is None:
+        if self._local.launched.world.replicas == 1:
             return self.tensors
         (first,) = self._local.on_every_rank(
             lambda worker: worker.values.buffers_of_first_replica(), "TrainingState.state_dict"
