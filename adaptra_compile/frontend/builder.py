@@ -115,7 +115,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         states = sharing.states(model, planned.compiled, request.placed, launched.ranks)
         workers = planned.factory.workers(launched, recorder, states, planned.initial)
         opened.pop_all()
-    recompile, following = _later_compilations(request, planned, model, empty_on, is_alone=launched.job is None)
+    recompile, following = _later_compilations(request, planned, model, empty_on, is_alone=launched.in_threads)
     names = ModelNames(model, planned.compiled.saved)
     local = LocalWorkers(planned, launched, workers, recorder, sharing)
     session = Session(spec, local, names, recompile, look, following)

@@ -21,11 +21,10 @@ class Everywhere:
     """
 
     def __init__(self, session: Session, timeout: float) -> None:
-        job, world = session.launched.job, session.launched.world
-        assert job is not None, "a pipeline whose ranks are in one process has everything"
-        session.launched.meet(timeout)
-        self._group: Final = job.everyone
-        self._rank: Final = job.rank
+        launched, world = session.launched, session.launched.world
+        launched.meet(timeout)
+        self._group: Final = launched.everyone
+        self._rank: Final = launched.process
         pipeline = world.hosts_of(world.pipeline(0))
         # The first replica is the source: gradients are equal on all replicas, and DDP would broadcast its buffers too.
         self._source: Final = {name: pipeline[holders[0]] for name, holders in session.compiled.names.items() if holders}

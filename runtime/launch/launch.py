@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch.distributed as dist
 
@@ -47,7 +47,7 @@ class Launch:
         process: This process.
         membership: This process's, from its launch on.
         replicas: This process's peers in other pipelines.
-        job: Joins this process to others; None if all workers are threads of this process.
+        job: Joins this process to others.
     """
 
     transports: tuple[Transport, ...]
@@ -55,7 +55,7 @@ class Launch:
     process: ProcessId
     membership: ProcessMembership
     replicas: Replicas
-    job: Job | None = None
+    job: Job | OneProcess
 
     @property
     def ranks(self) -> list[Place]:
@@ -75,7 +75,18 @@ class Launch:
     @property
     def roles(self) -> Roles | None:
         """The roles of all processes; None if they can't change."""
-        return self.world.roles if self.job is not None and self.job.averages else None
+        return self.world.roles if self.job.averages else None
+
+    @property
+    def in_threads(self) -> bool:
+        """Whether all workers are threads of this process, which share its memory."""
+        return isinstance(self.job, OneProcess)
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """The group of all processes of the world, as of :attr:`Job.everyone`."""
+        assert isinstance(self.job, Job), "threads of one process need no group"
+        return self.job.everyone
 
     def pipeline_of(self, transport: Transport) -> Transport:
         """Return the part of one of these transports, or of one that wraps it, that joins the workers of its pipeline."""
@@ -104,7 +115,7 @@ class Launch:
             LaunchError: Processes have not come within ``timeout`` seconds; names them.
             ControlError: The store is lost.
         """
-        return [text] if self.job is None else self.job.tell(self.attempt, what, text, timeout, check)
+        return self.job.tell(self.attempt, what, text, timeout, check)
 
     def meet(self, timeout: float, check: Check = no_check, text: str = "") -> list[str]:
         """Tell a text as :meth:`tell` before a change of all processes, for which those of the job then have a group.
@@ -114,8 +125,7 @@ class Launch:
             As :meth:`tell`.
         """
         said = self.tell("change", text, timeout, check)
-        if self.job is not None:
-            self.job.prepare_change()
+        self.job.prepare_change()
         return said
 
     def give_up(self) -> None:
@@ -137,7 +147,41 @@ class Launch:
         Raises:
             PeerLostError: As :meth:`Job.enter`.
         """
-        return _in_threads(world, self.membership) if self.job is None else self.job.enter(world)
+        return self.job.enter(world)
+
+
+class OneProcess:
+    """The only process of a job, whose workers are threads.
+
+    Args:
+        membership: This process's.
+
+    Attributes:
+        averages: False: roles can't change.
+        ranks: One.
+    """
+
+    averages: Final = False
+    ranks: Final = 1
+
+    def __init__(self, membership: ProcessMembership) -> None:
+        self._membership = membership
+
+    def enter(self, world: World) -> Launch:
+        """Join the workers in a world."""
+        hub, workers = LocalHub(world.places), world.pipeline(0)
+        transports = tuple(map(hub.transport, workers))
+        return Launch(transports, world, ProcessId(0), self._membership, Replicas(world, workers[0], "threads"), self)
+
+    def tell(self, _attempt: Attempt, _what: str, text: str, _timeout: float, _check: Check) -> list[str]:
+        """Return the only text."""
+        return [text]
+
+    def prepare_change(self) -> None:
+        """Do nothing, as nothing joins a process to itself."""
+
+    def close(self) -> None:
+        """Do nothing, as no group was made."""
 
 
 class Job:
@@ -321,7 +365,7 @@ def launch(
             f"Options(delegate=...) with transport {name!r}: expected c10d, whose slow edges the delegate takes over"
         )
     if name == "local":
-        return _in_threads(World.of_threads(size), ProcessMembership())
+        return OneProcess(ProcessMembership()).enter(World.of_threads(size))
     if not is_launched():
         raise LaunchError(
             f"transport {name!r} needs {size} processes: start this script with torchrun --nproc-per-node={size}, or call "
@@ -352,12 +396,6 @@ def launch(
     except BaseException:
         job.membership.close()
         raise
-
-
-def _in_threads(world: World, membership: ProcessMembership) -> Launch:
-    hub, workers = LocalHub(world.places), world.pipeline(0)
-    replicas = Replicas(world, workers[0], "threads")
-    return Launch(tuple(map(hub.transport, workers)), world, ProcessId(0), membership, replicas)
 
 
 def _clients_of(name: str, with_delegate: bool) -> int:

@@ -29,11 +29,11 @@ def agree_on_shape(new: NewShape, number: int, launched: Launch, worker: Worker,
         BatchError: Another rank has a batch of another shape.
     """
     transport = launched.pipeline_of(launched.transports[0])
-    if launched.job is None or transport.world_size == 1:
-        return
     job_ranks, store = launched.row, records_of(transport)
     name, own = f"agree/shape/{number}", transport.rank
-    others = [rank for rank in range(transport.world_size) if rank != own]
+    others = [rank for rank in range(transport.world_size) if job_ranks[rank] != launched.process]
+    if not others:
+        return
     told: dict[int, int] = {job_ranks[rank]: rank for rank in others}
 
     def check() -> None:

@@ -42,9 +42,8 @@ def enter(rank: int, with_delegate: bool) -> tuple[list[int], int] | None:
     addresses = ["127.0.0.1"] if with_delegate else []
     launched: Launch = launch(RANKS, "c10d", {}, TIMEOUT, with_delegate=with_delegate, addresses=addresses)
     job = launched.job
-    assert job is not None
     launched.meet(TIMEOUT)
-    everyone = job.everyone
+    everyone = launched.everyone
     assert (everyone.rank(), everyone.size()) == (rank, RANKS)
     opened: list[object] = []
     opens = spare_clients._open
