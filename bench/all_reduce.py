@@ -23,7 +23,7 @@ from _table import Row, parser, print_rows
 
 from adaptra.collectives.rounds import ALGORITHMS
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
-from adaptra.runtime.transports.process_groups import end_group, new_group
+from adaptra.runtime.transports.process_groups import Members, end_group, new_group
 
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -60,7 +60,11 @@ def count_differences(rank: int, cases: int, ranks: int) -> int:
     names = {
         tuple(draw.sample(range(ranks), count)): f"group {index}" for index, count in enumerate([*range(2, ranks + 1)] * 2)
     }
-    groups = {members: new_group(members, name) for members, name in names.items() if rank in members}
+    groups = {
+        members: new_group(Members(name, members.index(rank), len(members)))
+        for members, name in names.items()
+        if rank in members
+    }
     for case in range(cases):
         members = draw.choice(list(names))
         shapes = [tuple(draw.randint(0, 40) for _ in range(draw.randint(0, 3))) for _ in range(draw.randint(1, 4))]

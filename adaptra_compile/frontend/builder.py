@@ -115,7 +115,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         states = sharing.states(model, planned.compiled, request.placed, launched.ranks)
         workers = planned.factory.workers(launched, recorder, states, planned.initial)
         opened.pop_all()
-    recompile, following = _later_compilations(request, planned, model, empty_on, is_alone=launched.job is None)
+    recompile, following = _later_compilations(request, planned, model, empty_on, is_alone=launched.in_threads)
     names = ModelNames(model, planned.compiled.saved)
     local = LocalWorkers(planned, launched, workers, recorder, sharing)
     session = Session(spec, local, names, recompile, look, following)
@@ -253,13 +253,13 @@ def _check_mean(
 
 def _is_one(request: CompileArguments, launched: Launch) -> bool:
     """Return whether the batch is one microbatch, so that any loss of it is the loss of the batch."""
-    return request.microbatches == 1 and launched.replicas is None
+    return request.microbatches == launched.world.replicas == 1
 
 
 def _spec(request: CompileArguments, launched: Launch, empty_on: torch.device | None) -> PipelineSpec:
     """Return what all plans of the pipeline begin with. Under a launcher the ranks tell each other their free memory."""
     options, limit = request.options, request.memory_limit
-    replicas = 1 if launched.roles is None else launched.roles.replicas
+    replicas = launched.world.replicas
     for fault in request.faults:  # all ranks gave the same ones and refuse them alike
         fault.check_replica(replicas)
     device = empty_on or _device(request.whole_model)

@@ -7,7 +7,6 @@ from typing import Final
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from adaptra.errors import PeerLostError
 from adaptra.frontend.running.session import Session
@@ -22,11 +21,10 @@ class Everywhere:
     """
 
     def __init__(self, session: Session, timeout: float) -> None:
-        job, world = session.launched.job, session.launched.world
-        assert job is not None, "a pipeline whose ranks are in one process has everything"
-        job.meet(timeout)
-        self._group: Final = job.everyone
-        self._rank: Final = job.rank
+        launched, world = session.launched, session.launched.world
+        launched.meet(timeout)
+        self._group: Final = launched.everyone
+        self._rank: Final = launched.process
         pipeline = world.hosts_of(world.pipeline(0))
         # The first replica is the source: gradients are equal on all replicas, and DDP would broadcast its buffers too.
         self._source: Final = {name: pipeline[holders[0]] for name, holders in session.compiled.names.items() if holders}
@@ -50,9 +48,8 @@ class Everywhere:
             groups.setdefault((self._source[name], tensors[name].dtype), []).append(name)
         flat = {key: self._joined(key, [tensors[name] for name in members]) for key, members in groups.items()}
         try:
-            works = [dist.broadcast(_bytes(one), source, self._group, async_op=True) for (source, _), one in flat.items()]
+            works = [self._group.broadcast(_bytes(one), source) for (source, _), one in flat.items()]
             for work in works:
-                assert work is not None, "this rank is of the group"
                 work.wait()
         except RuntimeError as error:
             raise PeerLostError(f"gradients of all stages: a rank is lost: {error}") from error

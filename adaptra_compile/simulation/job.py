@@ -84,10 +84,10 @@ def packed(order: Iterable[Op]) -> bytes:
     return numbers.tobytes()
 
 
-def unpacked(order: bytes, replica: int | None = None) -> tuple[Op, ...]:
-    """Return the ops of an order as the C++ code gives it, those of :func:`packed`; all of ``replica`` if it is given."""
+def unpacked(order: bytes, first: int = 0) -> tuple[Op, ...]:
+    """Return the ops of an order as the C++ code gives it, those of :func:`packed`. Its replicas count from ``first``."""
     return tuple(
-        Op(stage, KINDS[code], microbatch, None, home if replica is None else replica)
+        Op(stage, KINDS[code], microbatch, None, first + home)
         for home, stage, code, microbatch in struct.iter_unpack("=4i", order)
     )
 

@@ -24,6 +24,7 @@ from adaptra.errors import ControlError, PeerLostError, PipelineError, Transport
 from adaptra.runtime.control_store.schema import decode, encode
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.control_store.stores import Connection
+from adaptra.runtime.world.world import Attempt
 
 COMPARE_SECONDS: Final = 1.0
 """Seconds that a call may take before the ranks compare. Each further comparison comes after twice the time."""
@@ -47,6 +48,9 @@ class Calls:
         store: Shared by all ranks of the job, with a prefix of this pipeline.
         rank, ranks: This rank in the job, and the number of ranks.
         on_difference: Called once, on the thread, with the error that names the calls; it ends this rank's waits.
+
+    Attributes:
+        attempt: Returns the attempt of the calls. Ranks in different attempts do not compare theirs.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, on_difference: Callable[[PipelineError], object]) -> None:
@@ -54,9 +58,11 @@ class Calls:
         self._rank = rank
         self._neighbours = sorted({(rank - 1) % ranks, (rank + 1) % ranks} - {rank})
         self._on_difference = on_difference
+        self.attempt: Callable[[], Attempt] = Attempt
         self._lock = threading.Lock()
         self._names: deque[str] = deque(maxlen=_KEPT)
         self._number = 0
+        self._written = ""
         self._compare_at: float | None = None
         self._depth = 0
         self._ended = threading.Event()
@@ -109,8 +115,8 @@ class Calls:
         """Return which of these ranks have begun a call that this rank has not. A rank tells of a call after a second in it."""
         found: list[int] = []
         for rank in ranks:
-            if self._store.check([str(rank)]):
-                number = decode(self._store.get(str(rank)), f"calls of rank {rank}").whole("number")
+            if self._store.check([key := self._key(rank)]):
+                number = decode(self._store.get(key), f"calls of rank {rank}").whole("number")
                 if number > self._number:
                     found.append(rank)
         return found
@@ -183,12 +189,18 @@ class Calls:
     def _write(self) -> None:
         with self._lock:
             calls = {"number": self._number, "names": list(self._names)[-_WRITTEN:]}
-        self._store.set(str(self._rank), encode(calls))
+        before, self._written = self._written, self._key(self._rank)
+        self._store.set(self._written, encode(calls))
+        if before not in ("", self._written):
+            self._store.delete_key(before)
+
+    def _key(self, rank: int) -> str:
+        return f"{self.attempt()}/{rank}"
 
     def _compare(self, neighbour: int) -> None:
-        if not self._store.check([str(neighbour)]):
+        if not self._store.check([key := self._key(neighbour)]):
             return
-        fields = decode(self._store.get(str(neighbour)), f"calls of rank {neighbour}")
+        fields = decode(self._store.get(key), f"calls of rank {neighbour}")
         number = fields.whole("number")
         names = [str(one) for one in fields.items("names")]
         fields.end()

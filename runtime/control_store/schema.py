@@ -129,6 +129,13 @@ class Fields:
             raise self.refuse(name, "a list", value)
         return cast("list[object]", value)
 
+    def rows(self, name: str) -> list[list[float]]:
+        """Read a list of lists of finite numbers that are not negative."""
+        rows = self.items(name)
+        if not all(isinstance(row, list) for row in rows):
+            raise self.refuse(name, "a list of lists", rows)
+        return [[self._number(name, value) for value in cast("list[object]", row)] for row in rows]
+
     def objects(self, name: str) -> list[Fields]:
         """Read a list of objects."""
         return [Fields(item, f"{self._where}: {name}[{index}]") for index, item in enumerate(self.items(name))]

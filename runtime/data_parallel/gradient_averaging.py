@@ -23,7 +23,14 @@ from adaptra.collectives.seconds import slowest
 from adaptra.errors import PeerLostError
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 from adaptra.runtime.transports.link_probe import measure_links
-from adaptra.runtime.transports.process_groups import broken_peer, end_gloo_waits, end_raw_group, is_gloo, raw_group
+from adaptra.runtime.transports.process_groups import (
+    Members,
+    broken_peer,
+    end_gloo_waits,
+    end_group,
+    is_gloo,
+    new_group,
+)
 from adaptra.runtime.world.world import ProcessId, WorkerId, World
 
 MEASURED_ROUNDS: Final = 3
@@ -57,7 +64,8 @@ class PendingBroadcast:
 class Replicas:
     """The workers that have copies of one stage, and two groups of them, from the begin of a world to its end.
 
-    Everything but steps has a group of its own: a rank that alone evaluates must not meet a step's gradients.
+    One replica alone has no group, as it has all that there is. Everything but steps has a group of its own: a rank that alone
+    evaluates must not meet a step's gradients.
 
     Args:
         world: The workers of the job and their processes.
@@ -66,17 +74,19 @@ class Replicas:
 
     Attributes:
         index: The index of this rank's pipeline in the job, from 0.
+        count: The number of replicas.
     """
 
     def __init__(self, world: World, worker: WorkerId, name: str) -> None:
         self.index, place = world.seat(worker)
         self._world = world
         self._column = world.column(place)
-        self._count = len(self._column)
-        self._group, self._aside = (
-            raw_group(f"{name}/stage {place}{part}", self.index, self._count) for part in ("", " aside")
+        self.count = len(self._column)
+        self._groups = tuple(
+            new_group(Members(f"{name}/stage {place}{part}", self.index, self.count))
+            for part in (("", " aside") if self.count > 1 else ())
         )
-        self._sums = {one: GroupSum(one) for one in (self._group, self._aside)}
+        self._sums = {one: GroupSum(one) for one in self._groups}
         self._lock = threading.Lock()
         self._ended = False
 
@@ -89,11 +99,11 @@ class Replicas:
 
         All of them call it, when nothing else travels; raises as :meth:`combine_gradients`.
         """
-        if self._count == 1 or not is_gloo(self._aside):
-            return bucket_bytes(self._count)
+        if self.count == 1 or not is_gloo(self._aside):
+            return bucket_bytes(self.count)
         with self._naming_the_lost():
             links = measure_links(self._aside, MEASURED_ROUNDS).values()
-        return best_bucket_bytes(nbytes, self._count, slowest([*links]))
+        return best_bucket_bytes(nbytes, self.count, slowest([*links]))
 
     def combine_gradients(self, like: Sequence[Tensor], gradient: Callable[[int], Tensor], *, mean: bool = True) -> int:
         """Replace every gradient by its mean over the replicas, or by their sum.
@@ -112,8 +122,9 @@ class Replicas:
         Raises:
             PeerLostError: Another replica has failed; names its worker if that is known.
         """
-        with self._naming_the_lost():
-            self._sums[self._group].combine_late(like, gradient, mean=mean)
+        if self.count > 1:
+            with self._naming_the_lost():
+                self._sums[self._group].combine_late(like, gradient, mean=mean)
         return sum(one.nbytes for one in like)
 
     def combine_losses(
@@ -131,12 +142,22 @@ class Replicas:
         """Return whether ``found`` is true on a replica. All of them call it before a step; raises as
         :meth:`combine_gradients`.
         """
+        if self.count == 1:
+            return found
         answer = torch.tensor([found], dtype=torch.int64, device=self._device)
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         with self._naming_the_lost():
             self._group.allreduce([answer], options).wait()
         return bool(answer.item())
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        return self._groups[0]
+
+    @property
+    def _aside(self) -> dist.ProcessGroup:
+        return self._groups[1]
 
     @property
     def _device(self) -> torch.device:
@@ -155,7 +176,7 @@ class Replicas:
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Gather equally many 64-bit numbers of each replica, by replica; raises as :meth:`combine_gradients`."""
         own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        found = [torch.empty_like(own) for _ in range(self._count)]
+        found = [torch.empty_like(own) for _ in range(self.count)]
         with self._naming_the_lost():
             self._aside.allgather([found], [own]).wait()
         return [one.tolist() for one in found]
@@ -194,8 +215,8 @@ class Replicas:
 
     def _lost_worker(self) -> WorkerId | None:
         """Return the worker of the replica to which a connection is broken, None if none is known to be."""
-        peers = [replica for replica in range(self._count) if replica != self.index]
-        broken = [peer for group in (self._group, self._aside) if (peer := broken_peer(group)) is not None]
+        peers = [replica for replica in range(self.count) if replica != self.index]
+        broken = [peer for group in self._groups if (peer := broken_peer(group)) is not None]
         lost = peers[0] if len(peers) == 1 else next(iter(broken), None)
         return None if lost is None else self._column[lost]
 
@@ -205,15 +226,15 @@ class Replicas:
             if self._ended:
                 return
             self._ended = True
-        for group in (self._group, self._aside):
+        for group in self._groups:
             end_gloo_waits(group)
 
     def end(self) -> None:
         """End the groups, once nothing is under way and nothing has failed. May be called again."""
         with self._lock:
             is_first, self._ended = not self._ended, True
-        for group in (self._group, self._aside) if is_first else ():
-            end_raw_group(group)
+        for group in self._groups if is_first else ():
+            end_group(group)
 
 
 def _of_the_first() -> dist.BroadcastOptions:

@@ -19,19 +19,17 @@ class ReplicaBuffers:
     """The buffers of one rank's stages.
 
     Args:
-        replicas: The ranks that have copies of them, or None if each replica keeps its own.
-        buffers: The same ones, in the same order, on each of these ranks.
+        replicas: The ranks that have copies of them.
+        buffers: The same ones, in the same order, on each of these ranks. Each replica keeps its own of others.
     """
 
-    def __init__(self, replicas: Replicas | None, buffers: Sequence[Tensor]) -> None:
-        self._replicas = replicas if buffers else None
+    def __init__(self, replicas: Replicas, buffers: Sequence[Tensor]) -> None:
+        self._replicas = replicas
         self._buffers = tuple(buffers)
         self._arriving: list[tuple[tuple[Tensor, ...], PendingBroadcast]] = []
 
     def begin(self, *, aside: bool = False) -> None:
         """Begin the broadcast of the first replica's values, ``aside`` from steps or in one. Does not wait."""
-        if self._replicas is None:
-            return
         for device in sorted({one.device for one in self._buffers}, key=str):
             buffers = tuple(one for one in self._buffers if one.device == device)
             packed = torch.cat([_bytes_of(one) for one in buffers])
@@ -43,7 +41,7 @@ class ReplicaBuffers:
         Raises:
             PeerLostError: The first replica has failed; says why if it could report it.
         """
-        if self._arriving and self._replicas is not None and self._replicas.index > 0:
+        if self._arriving and self._replicas.index > 0:
             self.end()
 
     def end(self) -> None:
@@ -51,7 +49,7 @@ class ReplicaBuffers:
         arriving, self._arriving = self._arriving, []
         for buffers, message in arriving:
             packed = message.wait()
-            if self._replicas is None or self._replicas.index == 0:
+            if self._replicas.index == 0:
                 continue
             parts = packed.split([_bytes_of(one).numel() for one in buffers])
             with torch.no_grad():

@@ -52,7 +52,7 @@ def gather(transport: Transport, what: str, data: object, timeout: float, check:
         ControlError: The store is lost.
     """
     wanted = range(transport.world_size) if transport.rank == 0 else range(0)
-    store = _of_attempt(transport)
+    store = records_of(transport)
     found = exchange(store, f"gather/{what}", transport.rank, json.dumps(data), wanted, timeout, check)
     for rank in wanted:  # no other rank reads them
         store.delete_key(f"gather/{what}/{rank}")
@@ -74,12 +74,12 @@ def exchange_data(
     Raises:
         LaunchError, ControlError: As :func:`gather`.
     """
-    store = _of_attempt(transport)
+    store = records_of(transport)
     found = exchange(store, f"tell/{what}", transport.rank, json.dumps(data), wanted, timeout, check)
     return [json.loads(text) for text in found]
 
 
-def _of_attempt(transport: Transport) -> Store:
+def records_of(transport: Transport) -> Store:
     """Return a transport's records of its present attempt."""
     return under(str(transport.attempt), transport.store)
 

@@ -184,7 +184,7 @@ class Fault:
         Raises:
             CaseError: Names the fault and the replicas there are.
         """
-        if self.replica is not None and self.replica >= replicas:
+        if (self.replica or 0) >= replicas:
             raise CaseError(f"fault '{self}': there is no replica {self.replica}: expected replicas of 0..{replicas - 1}")
 
     def check_base(self, faults: Iterable[Fault]) -> None:

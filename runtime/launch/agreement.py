@@ -11,7 +11,7 @@ from typing import Final
 from torch.distributed import DistError
 
 from adaptra.errors import LaunchError
-from adaptra.runtime.exchange.store_exchange import Check, exchange, no_check
+from adaptra.runtime.exchange.store_exchange import Check, exchange, no_check, records_of
 from adaptra.runtime.transports.base import Transport
 
 _FAILED: Final = "failed: "
@@ -34,14 +34,14 @@ def agree(transport: Transport, what: str, facts: Mapping[str, object], timeout:
     """
     digests = {name: _digest(one) for name, one in facts.items()}
     ranks = range(transport.world_size)
-    found = exchange(transport.store, f"agree/{what}", transport.rank, _digest(digests), ranks, timeout, check)
+    found = exchange(records_of(transport), f"agree/{what}", transport.rank, _digest(digests), ranks, timeout, check)
     for rank, text in enumerate(found):
         if text.startswith(_FAILED):
             raise LaunchError(f"{what}: rank {rank} failed: {text.removeprefix(_FAILED)}")
     different = [rank for rank, other in enumerate(found) if other != found[0]]
     if different:
         both = (0, different[0])
-        pair = exchange(transport.store, f"agree/{what}/each", transport.rank, json.dumps(digests), both, timeout, check)
+        pair = exchange(records_of(transport), f"agree/{what}/each", transport.rank, json.dumps(digests), both, timeout, check)
         one, other = (json.loads(text) for text in pair)
         fact = next(name for name in (*one, *other) if one.get(name) != other.get(name))
         raise LaunchError(
@@ -58,4 +58,4 @@ def disagree(transport: Transport, what: str, error: BaseException) -> None:
     """Report, in place of :func:`agree`, that this rank has failed, so that the others' :func:`agree` raises it."""
     text = f"{_FAILED}{type(error).__name__}: {error}"[:_TEXT_LIMIT]
     with contextlib.suppress(DistError):  # without the store no report is possible, and the others notice themselves
-        transport.store.set(f"agree/{what}/{transport.rank}", text)
+        records_of(transport).set(f"agree/{what}/{transport.rank}", text)

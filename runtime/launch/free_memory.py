@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from datetime import timedelta
 from pathlib import Path
 from typing import Final
 
 import torch
-from torch.distributed import DistError, DistStoreError, Store
 
-from adaptra.errors import ControlError, LaunchError
-from adaptra.runtime.control_store.signed_store import under
+from adaptra.runtime.control_store.schema import decode, encode
 from adaptra.runtime.launch.launch import Launch
 from adaptra.runtime.world.world import Place
 
@@ -35,15 +31,16 @@ def free_memory(launched: Launch, device: torch.device, timeout: float) -> tuple
         LaunchError: Ranks have not answered; names them.
         ControlError: The store is lost.
     """
-    free = free_on(device)
-    if launched.job is None:
-        return (free // len(launched.transports),) * len(launched.transports)
-    found = _gather_by_rank(under("free memory", launched.job.store), launched.job.rank, [_place(device), free], timeout)
-    sharing = Counter(place for place, _ in found)
-    shares = [free // sharing[place] for place, free in found]
-    world = launched.world
+    world, own = launched.world, encode({"place": _place(device), "free": free_on(device)})
+    told = [
+        decode(one.encode(), f"free memory of rank {rank}")
+        for rank, one in enumerate(launched.tell("free memory", own, timeout))
+    ]
+    devices = [(one.text("place"), one.whole("free")) for one in told]
+    sharing = Counter(devices[host][0] for host in world.hosts)
+    shares = [free // sharing[place] for place, free in devices]
     columns = [world.hosts_of(world.column(Place(place))) for place in range(world.places)]
-    return tuple(min(shares[rank] for rank in column) for column in columns)
+    return tuple(min(shares[host] for host in column) for column in columns)
 
 
 def free_on(device: torch.device) -> int:
@@ -87,23 +84,3 @@ def _place(device: torch.device) -> str:
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def _gather_by_rank(store: Store, rank: int, own: list[str | int], timeout: float) -> list[tuple[str, int]]:
-    """Gather the entry of every rank of the job, by rank. The first rank collects them, so that the others read one key
-    only.
-    """
-    ranks = torch.distributed.get_world_size()
-    keys = [str(one) for one in range(ranks)]
-    try:
-        store.set(str(rank), json.dumps(own))
-        if rank == 0:
-            store.wait(keys, timedelta(seconds=timeout))
-            store.set("all", json.dumps([json.loads(store.get(key)) for key in keys]))
-        store.wait(["all"], timedelta(seconds=timeout))
-        return [(str(place), int(free)) for place, free in json.loads(store.get("all"))]
-    except DistStoreError as error:
-        absent = [key for key in keys if not store.check([key])]
-        raise LaunchError(f"free memory: rank {', '.join(absent)} did not answer within {timeout:g} s") from error
-    except DistError as error:
-        raise ControlError(f"free memory: rank {rank} lost the control store: {error}") from error

@@ -6,7 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import torch.distributed as dist
 
@@ -29,7 +29,7 @@ from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.transports.lanes import LanedTransport
 from adaptra.runtime.transports.local import LocalHub
 from adaptra.runtime.transports.pipeline_transport import PipelineTransport
-from adaptra.runtime.transports.process_groups import end_group, end_keys, job_store, keys_of, new_group, sweep
+from adaptra.runtime.transports.process_groups import Members, end_group, end_keys, job_store, keys_of, new_group, sweep
 from adaptra.runtime.transports.registry import create_transport
 from adaptra.runtime.world.world import Attempt, Place, ProcessId, World
 
@@ -46,18 +46,16 @@ class Launch:
         world: The world that they are in.
         process: This process.
         membership: This process's, from its launch on.
-        replicas: This process's peers in other pipelines, or None without data parallelism.
-        job: Joins this process to others; None if all workers are threads of this process.
-        group: The process group of its workers, if it was made for this world.
+        replicas: This process's peers in other pipelines.
+        job: Joins this process to others.
     """
 
     transports: tuple[Transport, ...]
     world: World
     process: ProcessId
     membership: ProcessMembership
-    replicas: Replicas | None = None
-    job: Job | None = None
-    group: dist.ProcessGroup | None = None
+    replicas: Replicas
+    job: Job | OneProcess
 
     @property
     def ranks(self) -> list[Place]:
@@ -76,14 +74,59 @@ class Launch:
 
     @property
     def roles(self) -> Roles | None:
-        """The roles of all processes; None without replicas."""
-        return None if self.replicas is None else self.world.roles
+        """The roles of all processes; None if they can't change."""
+        return self.world.roles if self.job.averages else None
+
+    @property
+    def in_threads(self) -> bool:
+        """Whether all workers are threads of this process, which share its memory."""
+        return isinstance(self.job, OneProcess)
+
+    @property
+    def everyone(self) -> dist.ProcessGroup:
+        """The group of all processes of the world, as of :attr:`Job.everyone`."""
+        assert isinstance(self.job, Job), "threads of one process need no group"
+        return self.job.everyone
 
     def pipeline_of(self, transport: Transport) -> Transport:
         """Return the part of one of these transports, or of one that wraps it, that joins the workers of its pipeline."""
-        if self.replicas is None:
+        if self.world.replicas == 1:
             return transport
         return PipelineTransport(transport, self.replica, self.world.pipeline(self.replica))
+
+    @property
+    def attempt(self) -> Attempt:
+        """The attempt that its transports are in."""
+        return self.transports[0].attempt
+
+    def tell(self, what: str, text: str, timeout: float, check: Check = no_check) -> list[str]:
+        """Tell all processes of the job a text; all of them call it. Texts of one attempt alone meet.
+
+        Args:
+            what: What is told, for errors.
+            text: This process's text.
+            timeout: Seconds to wait for the others.
+            check: As of :func:`.exchange.gather`.
+
+        Returns:
+            The text of every process, by its number.
+
+        Raises:
+            LaunchError: Processes have not come within ``timeout`` seconds; names them.
+            ControlError: The store is lost.
+        """
+        return self.job.tell(self.attempt, what, text, timeout, check)
+
+    def meet(self, timeout: float, check: Check = no_check, text: str = "") -> list[str]:
+        """Tell a text as :meth:`tell` before a change of all processes, for which those of the job then have a group.
+
+        Raises:
+            PeerLostError: A rank failed or died when all had come; names it.
+            As :meth:`tell`.
+        """
+        said = self.tell("change", text, timeout, check)
+        self.job.prepare_change()
+        return said
 
     def give_up(self) -> None:
         """Leave the job before a worker has begun."""
@@ -94,10 +137,7 @@ class Launch:
 
     def end(self) -> None:
         """Release the groups that were made for this world, once its transports are closed and nothing has failed."""
-        if self.replicas is not None:
-            self.replicas.end()
-        if self.group is not None:
-            end_group(self.group)
+        self.replicas.end()
 
     def enter(self, world: World) -> Launch:
         """Join the workers of this process in a later world. All processes call it with the same one.
@@ -107,7 +147,41 @@ class Launch:
         Raises:
             PeerLostError: As :meth:`Job.enter`.
         """
-        return _in_threads(world, self.membership) if self.job is None else self.job.enter(world)
+        return self.job.enter(world)
+
+
+class OneProcess:
+    """The only process of a job, whose workers are threads.
+
+    Args:
+        membership: This process's.
+
+    Attributes:
+        averages: False: roles can't change.
+        ranks: One.
+    """
+
+    averages: Final = False
+    ranks: Final = 1
+
+    def __init__(self, membership: ProcessMembership) -> None:
+        self._membership = membership
+
+    def enter(self, world: World) -> Launch:
+        """Join the workers in a world."""
+        hub, workers = LocalHub(world.places), world.pipeline(0)
+        transports = tuple(map(hub.transport, workers))
+        return Launch(transports, world, ProcessId(0), self._membership, Replicas(world, workers[0], "threads"), self)
+
+    def tell(self, _attempt: Attempt, _what: str, text: str, _timeout: float, _check: Check) -> list[str]:
+        """Return the only text."""
+        return [text]
+
+    def prepare_change(self) -> None:
+        """Do nothing, as nothing joins a process to itself."""
+
+    def close(self) -> None:
+        """Do nothing, as no group was made."""
 
 
 class Job:
@@ -123,6 +197,7 @@ class Job:
 
     Attributes:
         rank: This process's rank in the job.
+        averages: As given.
         store: The store of this launch, shared by all its ranks.
         ranks: The number of ranks of the job.
         membership: This process's in this launch. Its user closes it.
@@ -143,14 +218,14 @@ class Job:
         self.ranks = dist.get_world_size()
         self._name = name
         self._keys = _name_of_call(call)
-        self._contributed = contributed
         self.store = signed(keys_of(self._keys), self._keys, [contributed])
         self._with_delegate = with_delegate
         self._addresses = addresses
         self._spares = spares
-        self._met = 0
-        self._averages = averages
+        self._told: dict[str, tuple[Attempt, int]] = {}
+        self.averages = averages
         self._everyone: dist.ProcessGroup | None = None
+        self._joined: tuple[ProcessId, ...] = ()
         self._timeout = timeout
         self.membership = ProcessMembership(self._join if self.ranks > 1 else None)
 
@@ -168,7 +243,7 @@ class Job:
 
     @property
     def everyone(self) -> dist.ProcessGroup:
-        """The process group of all ranks of the job, by rank. If roles can't change, it exists once all ranks have met."""
+        """The group of all processes of the world, in their order. If roles can't change, it exists once all have met."""
         assert self._everyone is not None, "the ranks of the job have met"
         return self._everyone
 
@@ -178,8 +253,9 @@ class Job:
         Raises:
             PeerLostError: Another rank failed or died before all had joined; names it.
         """
-        if self._averages and self._everyone is None:
-            self._make_everyone()
+        self._world = world
+        if self.averages:
+            self._join_everyone()
         return self.connect(lambda: self._enter(world, f"{self._keys}/{world.epoch}"))
 
     def connect(self, make: Callable[[], T]) -> T:
@@ -188,24 +264,30 @@ class Job:
 
     def _enter(self, world: World, name: str) -> Launch:
         process = ProcessId(self.rank)
-        everyone = new_group(world.hosts, f"{name}/workers", timeout=None)
-        if not self._averages:
-            return Launch((self._transport(everyone, world),), world, process, self.membership, None, self, everyone)
         (worker,) = world.hosted(process)
-        replicas = Replicas(world, worker, name)
-        return Launch((self._transport(everyone, world),), world, process, self.membership, replicas, self, everyone)
-
-    def _transport(self, group: dist.ProcessGroup, world: World) -> Transport:
-        made = _join(self._name, group, self._with_delegate, self._addresses)
+        transport = self._transport(Members(f"{name}/workers", worker, len(world.hosts)))
         if world.epoch:
-            made.begin(Attempt(world.epoch))
-        return made
+            transport.begin(Attempt(world.epoch))
+        return Launch((transport,), world, process, self.membership, Replicas(world, worker, name), self)
 
-    def _make_everyone(self) -> None:
-        def make() -> dist.ProcessGroup:
-            return new_group(range(self.ranks), f"{self._keys}/all", "gloo", timeout=None)
+    def _transport(self, members: Members) -> Transport:
+        if self._name == "delegate":
+            return create_transport(self._name, members=members, addresses=self._addresses)
+        transport = create_transport(self._name, members=members)
+        if not self._with_delegate:
+            return transport
+        return LanedTransport(transport, {"delegate": create_transport("delegate", members=members, addresses=self._addresses)})
 
-        self._everyone = self.connect(make)
+    def _join_everyone(self) -> None:
+        """Make the group of all processes of the world, unless there is one of the same processes."""
+        epoch, processes = self._world.epoch, self._world.processes
+        if self._joined == processes:
+            return
+        members = Members(f"{self._keys}/{epoch}/all", processes.index(ProcessId(self.rank)), len(processes))
+        before, self._everyone = self._everyone, self.connect(lambda: new_group(members, "gloo"))
+        self._joined = processes
+        if before is not None:
+            end_group(before)
 
     def close(self) -> None:
         """Release the objects made for role changes and cut changes. Nothing may have failed."""
@@ -215,31 +297,22 @@ class Job:
         end_keys(self._keys, self.rank, dist.get_world_size())
         self._spares.end()
 
-    def meet(self, timeout: float, check: Check = no_check, text: str = "") -> list[str]:
-        """Wait for all ranks of the job, which call it together.
+    def tell(self, attempt: Attempt, what: str, text: str, timeout: float, check: Check) -> list[str]:
+        """See :meth:`Launch.tell`."""
+        before, count = self._told.get(what, (attempt, 0))
+        number = count + 1 if before == attempt else 1
+        self._told[what] = attempt, number
+        name, store = f"{what}/{number}", under(str(attempt), self.store)
+        said = exchange(store, name, self.rank, text, range(self.ranks), timeout, check)
+        if count:  # all ranks have read the previous text, since all are here
+            under(str(before), self.store).delete_key(f"{what}/{count}/{self.rank}")
+        return said
 
-        Args:
-            timeout: Seconds to wait for them.
-            check: As of :func:`.exchange.gather`.
-            text: This rank's text for the others.
-
-        Returns:
-            The text of every rank, by rank.
-
-        Raises:
-            LaunchError: Ranks have not come within ``timeout`` seconds; names them.
-            PeerLostError: A rank failed or died when all had come; names it.
-            ControlError: The store is lost.
-        """
-        self._met += 1
-        said = exchange(self.store, f"change/{self._met}", self.rank, text, range(dist.get_world_size()), timeout, check)
-        if self._met > 1:  # all ranks have read the previous text, since all are here
-            self.store.delete_key(f"change/{self._met - 1}/{self.rank}")
+    def prepare_change(self) -> None:
+        """Remove what groups have left in the store, and join all processes of the world. All of them have met."""
         if self.rank == 0:
             sweep()
-        if self._everyone is None:
-            self._make_everyone()
-        return said
+        self._join_everyone()
 
 
 def is_launched() -> bool:
@@ -292,7 +365,7 @@ def launch(
             f"Options(delegate=...) with transport {name!r}: expected c10d, whose slow edges the delegate takes over"
         )
     if name == "local":
-        return _in_threads(World.of_threads(size), ProcessMembership())
+        return OneProcess(ProcessMembership()).enter(World.of_threads(size))
     if not is_launched():
         raise LaunchError(
             f"transport {name!r} needs {size} processes: start this script with torchrun --nproc-per-node={size}, or call "
@@ -319,27 +392,10 @@ def launch(
     averages = roles not in (None, usual) or ranks != size
     job = Job(name, call, contributed, with_delegate, addresses, timeout, spares, averages)
     try:
-        if averages:
-            return job.enter(World.of_roles(roles or usual))
-        made = job.connect(lambda: _join(name, None, with_delegate, addresses))
+        return job.enter(World.of_roles(roles or usual))
     except BaseException:
         job.membership.close()
         raise
-    return Launch((made,), World.of_roles(usual), ProcessId(rank), job.membership, None, job)
-
-
-def _in_threads(world: World, membership: ProcessMembership) -> Launch:
-    hub = LocalHub(world.places)
-    return Launch(tuple(hub.transport(worker) for worker in world.pipeline(0)), world, ProcessId(0), membership)
-
-
-def _join(name: str, group: dist.ProcessGroup | None, with_delegate: bool, addresses: Sequence[str]) -> Transport:
-    if name == "delegate":
-        return create_transport(name, group=group, addresses=addresses)
-    transport = create_transport(name, group=group)
-    if not with_delegate:
-        return transport
-    return LanedTransport(transport, {"delegate": create_transport("delegate", group=group, addresses=addresses)})
 
 
 def _clients_of(name: str, with_delegate: bool) -> int:

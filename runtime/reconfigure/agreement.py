@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
 from typing import Final
 
-import torch
 from torch.distributed import ProcessGroup
 
 from adaptra.collectives.seconds import SumPlan
@@ -18,6 +17,7 @@ from adaptra.planning.layouts.choose_roles import JobModel, StageLoad, choose_ro
 from adaptra.planning.layouts.layout_change import RoleChange, SplitChange
 from adaptra.program.placement import stages_of
 from adaptra.program.roles import Roles
+from adaptra.runtime.control_store.schema import Fields, decode, encode
 from adaptra.runtime.detection.job_detector import MEASURED
 from adaptra.runtime.exchange.state_transfer import VALUE, Handover
 from adaptra.runtime.measuring.measurement import StageMeasurement
@@ -30,7 +30,12 @@ RESTART_SECONDS: Final = 1.0
 """Seconds of a change besides the state transfer: ending the workers, starting others, and calibrating again."""
 
 
+Tell = Callable[[str], list[str]]
+"""Tells all ranks of the job a text, and returns that of each, by rank."""
+
+
 def agree_on_roles(
+    tell: Tell,
     group: ProcessGroup,
     roles: Roles,
     stages: Sequence[TrainStage],
@@ -43,7 +48,8 @@ def agree_on_roles(
     """Choose a role change that saves time, the same on every rank. All ranks of the job call it.
 
     Args:
-        group: All ranks of the job, by rank.
+        tell: Tells all ranks.
+        group: All ranks of the job, by rank, whose links are measured.
         roles: The present roles.
         stages: The stages' graphs, which give the size of each message.
         case: The first plan's case: memory, and the shares of I and W where only B ran.
@@ -57,43 +63,43 @@ def agree_on_roles(
 
     Raises:
         RuntimeError: A rank is lost.
+        As ``tell``.
     """
-    rank, place = group.rank(), roles.of(group.rank())[1]
-    trained = [held.tensors[name, VALUE] for name in held.groups]
-    took = torch.zeros(group.size(), len(stages), 3, dtype=torch.float64)
-    for stage in stages_of(place, case.placement):
-        took[rank, stage] = torch.tensor(_durations(case, stage, [one for one in measured if one.stage == stage]))
-    sizes = torch.zeros(group.size(), 2, dtype=torch.float64)
-    sizes[rank] = torch.tensor([sum(map(tensor_bytes, trained)), held.nbytes])
-    for facts in (took, sizes):
-        group.allreduce([facts]).wait()
+    trained = sum(tensor_bytes(held.tensors[name, VALUE]) for name in held.groups)
+    took = [
+        [stage, *_durations(case, stage, [one for one in measured if one.stage == stage])]
+        for stage in stages_of(roles.of(group.rank())[1], case.placement)
+    ]
+    facts = _told(tell, "times and sizes", trained=trained, held=held.nbytes, took=took)
     links = measure_links(group)
-    chosen = torch.zeros(3 + group.size(), dtype=torch.float64)
-    if rank == 0:
-        forward, input_grad, weight_grad = (tuple(times) for times in took.amax(0).T.tolist())
+    change = None
+    if group.rank() == 0:
+        sizes = [(one.whole("trained"), one.whole("held")) for one in facts]
+        times: list[list[list[float]]] = [[] for _ in stages]
+        for one in facts:
+            for stage, *durations in one.rows("took"):
+                times[int(stage)].append(durations)
+        forward, input_grad, weight_grad = zip(*(map(max, zip(*of_stage, strict=True)) for of_stage in times), strict=True)
         cost = replace(case.cost, forward=forward, input_grad=input_grad, weight_grad=weight_grad)
         messages = [(one.output_bytes, other.grad_input_bytes) for one, other in pairwise(stages)]
-        columns = [sizes[list(roles.column(one))].amax(0).tolist() for one in range(roles.stages)]
-        loads = [StageLoad(*map(int, found)) for found in columns]
+        columns = [[sizes[rank] for rank in roles.column(one)] for one in range(roles.stages)]
+        loads = [StageLoad(*map(max, zip(*column, strict=True))) for column in columns]
         job = JobModel(cost, case.microbatches, messages, loads, links, RESTART_SECONDS, case.placement, sums)
         change = choose_roles(job, roles, horizon)
-        if change is not None:
-            chosen = torch.tensor([change.seconds_before, change.seconds_after, change.moving, *change.after.ranks])
-            chosen = chosen.to(torch.float64)
-    group.broadcast([chosen]).wait()
-    before, after, moving, *ranks = chosen.tolist()
-    if not before:
+    seconds, ranks = _of_first(tell, "role change", change, () if change is None else change.after.ranks)
+    if not seconds:
         return None
-    return RoleChange(roles, Roles(roles.stages, tuple(map(int, ranks))), before, after, moving, case.placement)
+    before, after, moving = seconds
+    return RoleChange(roles, Roles(roles.stages, tuple(ranks)), before, after, moving, case.placement)
 
 
 def gather_costs(
-    group: ProcessGroup | None, planned: CostModel, measured: CostModel | None, held: Sequence[Handover]
+    tell: Tell, planned: CostModel, measured: CostModel | None, held: Sequence[Handover]
 ) -> tuple[CostModel | None, float]:
     """Gather the measured costs, the same on every rank. All ranks of the job call it.
 
     Args:
-        group: All ranks of the job, by rank; None if they are threads of this process.
+        tell: Tells all ranks.
         planned: The costs that the running plan is made for: memory, and whether the directions share an edge.
         measured: The costs that this rank has measured, if it coordinates its pipeline.
         held: The state of each stage of this process.
@@ -103,34 +109,31 @@ def gather_costs(
         of parameters, including gradients and optimizer state.
 
     Raises:
-        RuntimeError: A rank is lost.
+        As ``tell``.
     """
-    known = [] if measured is None else [value for name in MEASURED for value in getattr(measured, name)]
-    count = sum(len(getattr(planned, name)) for name in MEASURED)
-    values = sum(tensor_bytes(one) for state in held for (_, what), one in state.tensors.items() if what == VALUE)
-    moves = sum(state.nbytes for state in held)
-    row = torch.tensor([measured is not None, moves, values, *(known or [0.0] * count)], dtype=torch.float64)
-    facts = row[None]
-    if group is not None:
-        facts = torch.zeros(group.size(), len(row), dtype=torch.float64)
-        facts[group.rank()] = row
-        group.allreduce([facts]).wait()
-    is_known, moves, has, *_ = facts.sum(0).tolist()
-    ratio = moves / has if has else 1.0
-    if not is_known:
+    facts = _told(
+        tell,
+        "measured costs",
+        moves=sum(state.nbytes for state in held),
+        values=sum(tensor_bytes(one) for state in held for (_, what), one in state.tensors.items() if what == VALUE),
+        known=[] if measured is None else [getattr(measured, name) for name in MEASURED],
+    )
+    moves, values = (sum(one.whole(name) for one in facts) for name in ("moves", "values"))
+    ratio = moves / values if values else 1.0
+    known = [rows for one in facts if (rows := one.rows("known"))]
+    if not known:
         return None, ratio
-    largest = iter(facts.amax(0).tolist()[3:])
-    found = {name: tuple(next(largest) for _ in getattr(planned, name)) for name in MEASURED}
-    return replace(planned, **found), ratio
+    largest = [tuple(map(max, zip(*rows, strict=True))) for rows in zip(*known, strict=True)]
+    return replace(planned, **dict(zip(MEASURED, largest, strict=True))), ratio
 
 
 def share_split(
-    group: ProcessGroup | None, decided: tuple[SplitChange, tuple[CutPoint, ...]] | None, places: CutPoints
+    tell: Tell, decided: tuple[SplitChange, tuple[CutPoint, ...]] | None, places: CutPoints
 ) -> tuple[SplitChange, tuple[CutPoint, ...]] | None:
-    """Broadcast rank 0's decision on a cut change. All ranks of the job call it.
+    """Tell all ranks rank 0's decision on a cut change. All ranks of the job call it.
 
     Args:
-        group: All ranks of the job, by rank; None if they are threads of this process.
+        tell: Tells all ranks.
         decided: On rank 0, the change and where stages 1, 2, … then begin.
         places: The chosen and the possible cut points.
 
@@ -138,23 +141,31 @@ def share_split(
         The change and its cut points, or None if there is no change.
 
     Raises:
-        RuntimeError: A rank is lost.
+        As ``tell``.
     """
-    if group is None:
-        return decided
-    message = torch.zeros(3 + len(places.chosen), dtype=torch.float64)
-    if decided is not None and group.rank() == 0:
-        change, chosen = decided
-        numbers = (change.seconds_before, change.seconds_after, change.moving)
-        message = torch.tensor([*numbers, *positions_of(chosen)], dtype=torch.float64)
-    group.broadcast([message]).wait()
-    before, after, moving, *positions = message.tolist()
-    if not before:
+    change, chosen = decided or (None, ())
+    seconds, positions = _of_first(tell, "cut change", change, positions_of(chosen))
+    if not seconds:
         return None
     by_position = {place.position: place for place in (*places.possible, *places.chosen)}
-    chosen = tuple(by_position[int(one)] for one in positions)
+    chosen = tuple(by_position[one] for one in positions)
     was, now = (tuple(place.module for place in some) for some in (places.chosen, chosen))
-    return SplitChange(was, now, before, after, moving), chosen
+    return SplitChange(was, now, *seconds), chosen
+
+
+def _told(tell: Tell, what: str, **facts: object) -> list[Fields]:
+    """Tell all ranks this rank's facts, and return those of each."""
+    return [decode(text.encode(), f"{what} of rank {rank}") for rank, text in enumerate(tell(encode(facts)))]
+
+
+def _of_first(
+    tell: Tell, what: str, change: RoleChange | SplitChange | None, numbers: Sequence[int]
+) -> tuple[list[float], list[int]]:
+    """Return the seconds of rank 0's change, none without one, and the numbers that say which it is."""
+    seconds = [] if change is None else [change.seconds_before, change.seconds_after, change.moving]
+    first, *_ = _told(tell, what, seconds=[seconds], numbers=[numbers])
+    (seconds,), (chosen,) = first.rows("seconds"), first.rows("numbers")
+    return seconds, [int(one) for one in chosen]
 
 
 def _durations(case: Case, stage: int, measured: Sequence[StageMeasurement]) -> tuple[float, float, float]:

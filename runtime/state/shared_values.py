@@ -53,7 +53,7 @@ class SharedValues:
         stages: The pipeline's stages.
         placement: ``placement[stage]`` is the stage's rank.
         transport: This rank's transport.
-        replicas: The ranks that have copies of all of them, or None.
+        replicas: The ranks that have copies of all of them.
         timeout: Seconds to wait for another rank.
         check: As of :func:`adaptra.runtime.exchange.store_exchange.gather`.
     """
@@ -64,7 +64,7 @@ class SharedValues:
         stages: Sequence[TrainStage],
         placement: Sequence[int],
         transport: Transport,
-        replicas: Replicas | None,
+        replicas: Replicas,
         timeout: float,
         check: Check,
     ) -> None:
@@ -85,7 +85,7 @@ class SharedValues:
     @property
     def exist(self) -> bool:
         """True if any two ranks of the pipeline or its replicas have the same value."""
-        return self._replicas is not None or bool(self._holders)
+        return self._replicas.count > 1 or bool(self._holders)
 
     def align(self, stream: StateStream, receive: Callable[[StateStream, int], Mapping[str, Tensor]]) -> None:
         """Take the first holder's values where copies differ, and log that in one line on the job's first rank.
@@ -102,7 +102,7 @@ class SharedValues:
         """
         self._calls += 1
         found = [*self._among_replicas(), *self._among_stages(stream, receive)]
-        if self._replicas is not None and self._replicas.index > 0:
+        if self._replicas.index > 0:
             return
         rows = [[one.name, one.first, list(one.others)] for one in found]
         gathered = gather(self._transport, f"shared differences/{self._calls}", rows, self._timeout, self._check)
@@ -111,7 +111,7 @@ class SharedValues:
             logger.warning("%s", _sentence(differences))
 
     def _among_replicas(self) -> list[Difference]:
-        if self._replicas is None:
+        if self._replicas.count == 1:
             return []
         names = sorted(self._state)
         columns = self._replicas.gather(checksums([self._state[name] for name in names]))
@@ -163,7 +163,7 @@ class SharedValues:
         ]
 
     def _job_rank(self, rank: int) -> int:
-        return rank if self._replicas is None else self._replicas.pipeline[rank]
+        return self._replicas.pipeline[rank]
 
     def _take(self, name: str, value: Tensor) -> None:
         with torch.no_grad():

@@ -60,10 +60,8 @@ def start_recorder(
     return Recorder(sinks)
 
 
-def of_replica(telemetry: Telemetry, replica: int | None) -> Telemetry:
-    """Return the options for one of several data-parallel replicas, which have folders of their own; unchanged for None."""
-    if replica is None:
-        return telemetry
+def of_replica(telemetry: Telemetry, replica: int) -> Telemetry:
+    """Return the options for one of several data-parallel replicas, which have folders of their own."""
 
     def own(folder: str | Path) -> Path:
         return Path(folder) / f"replica-{replica}"

@@ -1,7 +1,7 @@
-"""The process groups of torch.distributed that transports are built on: made under unique names, and ended.
+"""The process groups that transports and sums over replicas are built on: made under unique names, and ended.
 
-torch names a new group by its ranks and by the number of groups in the process. Once a group has ended, the next one could have
-the name of a living one, and read its keys. So every group here is named by its user, and no name is used twice.
+Those that torch.distributed records belong to all ranks of the job, for its life. These belong to their members alone, which
+are those of a world, and end with it. Every group is named by its user, and no name is used twice.
 
 A group's keys lie in the job's store under its name. Each member records in the store that it has ended the group. It does not
 wait for an answer, because the store may be gone by then. When the ranks meet again, :func:`sweep` removes the keys of groups
@@ -13,10 +13,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Sequence
 from datetime import timedelta
 from itertools import permutations
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import distributed
@@ -55,44 +54,40 @@ def initialise(backend: str) -> bool:
     return True
 
 
-def new_group(
-    members: Sequence[int], name: str, backend: str | None = None, timeout: timedelta | None = FOR_EVER
-) -> ProcessGroup:
-    """Make a communicator of these ranks only, in this order; each of them calls it.
+class Members(NamedTuple):
+    """One of the members that join under a name: the workers of a world, or its processes.
 
-    Args:
-        members: Ranks of the job.
-        name: The same on all of them, and no other group's of this job.
-        backend: The name of the backend in torch.distributed, or None for the job's own.
-        timeout: The timeout of its operations, or None for the backend's default.
+    Attributes:
+        name: The same for all of them, and no other's of this job.
+        rank: This one's number among them.
+        size: Their number.
     """
-    internals: Any = distributed_c10d  # the public function takes no name
-    backend = distributed.Backend(backend or distributed.get_backend())
-    with kept_from_children():
-        found = internals._new_process_group_helper(
-            len(members),
-            list(members).index(distributed.get_rank()),
-            list(members),
-            backend,
-            _client_for(str(backend)),
-            name,
-            timeout=timeout or internals._get_default_timeout(backend),
-        )
-    group: ProcessGroup = found[0]
-    internals._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
-    keep_store_from_children(group.get_group_store())
-    return group
+
+    name: str
+    rank: int
+    size: int
+
+    @staticmethod
+    def of_job() -> Members:
+        """Return this process among all of the job's, under a new name. All of them call it equally often."""
+        rank = distributed.get_rank()
+        count = job_store().add(f"adaptra parts/{rank}", 1)
+        return Members(f"adaptra/job/{count}", rank, distributed.get_world_size())
+
+    def part(self, name: str) -> Members:
+        """Return the same members under a name within theirs."""
+        return self._replace(name=f"{self.name}/{name}")
 
 
-def raw_group(name: str, rank: int, size: int, backend: str | None = None) -> ProcessGroup:
+def new_group(members: Members, backend: str | None = None, timeout: timedelta | None = None) -> ProcessGroup:
     """Make a group that torch.distributed has no record of: it has methods alone. Each member calls it.
 
-    So its members may be any processes that reach the store.
+    So the members may be any that reach the store, several of one process too.
 
     Args:
-        name: The same on all of them, and no other group's of this job.
-        rank, size: This member of how many.
-        backend: As of :func:`new_group`; its operations have the backend's own timeout.
+        members: This member of them.
+        backend: The name of the backend in torch.distributed, or None for the job's own.
+        timeout: The timeout of its operations, or None for the backend's own.
 
     Raises:
         LaunchError: The backend is neither gloo nor NCCL, nor both.
@@ -101,11 +96,14 @@ def raw_group(name: str, rank: int, size: int, backend: str | None = None) -> Pr
     backend = distributed.Backend(backend or distributed.get_backend())
     of_device: dict[str, str] = internals.BackendConfig(backend).get_device_backend_map()
     kinds = internals.Backend.backend_type_map
+    name, rank, size = members
     with kept_from_children():
         store = PrefixStore(f"{name}/", _client_for(str(backend)))
         group: Any = ProcessGroup(store, rank, size)
         group._set_default_backend(kinds["nccl" if "nccl" in of_device.values() else "gloo"])
-        made = {one: _backend(one, PrefixStore(f"{one}/", store), rank, size) for one in dict.fromkeys(of_device.values())}
+        made = {
+            one: _backend(one, PrefixStore(f"{one}/", store), members, timeout) for one in dict.fromkeys(of_device.values())
+        }
         for device, one in of_device.items():
             group._register_backend(torch.device(device), kinds[one], made[one])
         group._set_group_name(name)
@@ -113,20 +111,20 @@ def raw_group(name: str, rank: int, size: int, backend: str | None = None) -> Pr
     return group
 
 
-def _backend(name: str, store: Store, rank: int, size: int) -> distributed.Backend:
+def _backend(name: str, store: Store, members: Members, timeout: timedelta | None) -> distributed.Backend:
     internals: Any = distributed_c10d
-    timeout = internals._get_default_timeout(name)
+    timeout = timeout or internals._get_default_timeout(name)
     if name == "gloo":
-        return internals.ProcessGroupGloo(store, rank, size, timeout=timeout)
+        return internals.ProcessGroupGloo(store, members.rank, members.size, timeout=timeout)
     if name == "nccl" and distributed.is_nccl_available():
         options = internals.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return internals.ProcessGroupNCCL(store, rank, size, options)
+        options._timeout, options.group_name = timeout, members.name
+        return internals.ProcessGroupNCCL(store, members.rank, members.size, options)
     raise LaunchError(f"init_process_group({name!r}): expected gloo or NCCL, over which replicas average gradients")
 
 
-def end_raw_group(group: ProcessGroup) -> None:
-    """End a raw group, whose descriptors and threads end with the last reference to it. Each member calls it."""
+def end_group(group: ProcessGroup) -> None:
+    """End a group, whose descriptors, threads and memory end with the last reference to it. Each member calls it."""
     group.shutdown()
     end_keys(group.group_name, group.rank(), group.size())
 
@@ -159,39 +157,31 @@ def keys_of(name: str) -> Store:
     return Part(f"{name}/", job_store())
 
 
-def control_plane(name: str, rank: int, size: int) -> Store:
-    """Return a client for the records under a name, which ``size`` ranks use and sign; all of them call it.
+def control_plane(members: Members) -> Store:
+    """Return a client for the records under a name, which its members use and sign; all of them call it.
 
     Its user gives it back once the control plane has ended, see :mod:`.spare_clients`.
     """
     # A connection of its own, so that a wait on the control plane blocks no other user.
-    return signed_together(Part("adaptra", clone(keys_of(name))), name, rank, size)
-
-
-def next_name(group: ProcessGroup | None) -> str:
-    """Return a new name for an object that the members of a group, or all ranks, make together; all call it equally often."""
-    parent = group or distributed.group.WORLD
-    assert parent is not None, "the job's ranks have joined"
-    count = parent.get_group_store().add(f"adaptra parts/{parent.rank()}", 1)
-    return f"adaptra/{'job' if group is None else group.group_name}/{count}"
+    return signed_together(Part("adaptra", clone(keys_of(members.name))), *members)
 
 
 def make_groups(
-    ranks: Sequence[int], rank: int, backend: str, name: str, *, one_way: bool
+    members: Members, backend: str, *, one_way: bool
 ) -> dict[tuple[ChannelClass, tuple[int, int] | None], ProcessGroup]:
     """Make the communicators: one per class of channels or, if they are to be ``one_way``, one per channel.
 
     Returns:
         The communicators by class and, if they are one-way, by the source and the destination.
     """
-    pairs: list[tuple[int, int] | None] = list(permutations(range(len(ranks)), 2)) if one_way else [None]
+    pairs: list[tuple[int, int] | None] = list(permutations(range(members.size), 2)) if one_way else [None]
     groups: dict[tuple[ChannelClass, tuple[int, int] | None], ProcessGroup] = {}
     for channel in ChannelClass:
         for pair in pairs:
-            if pair is None or rank in pair:
-                members = list(ranks) if pair is None else [ranks[member] for member in pair]
-                which = f"{name}/{channel.name.lower()}/{pair or 'all'}"
-                groups[channel, pair] = new_group(members, which, backend)
+            if pair is None or members.rank in pair:
+                which = members.part(f"{channel.name.lower()}/{pair or 'all'}")
+                among = which if pair is None else which._replace(rank=pair.index(members.rank), size=len(pair))
+                groups[channel, pair] = new_group(among, backend, FOR_EVER)
     return groups
 
 
@@ -220,14 +210,6 @@ def broken_peer(group: ProcessGroup) -> int | None:
             except RuntimeError:
                 return peer
     return None
-
-
-def end_group(group: ProcessGroup) -> None:
-    """Release a group's descriptors, threads and memory. Each member calls it when it no longer uses the group."""
-    name, size, rank = group.group_name, group.size(), group.rank()
-    with contextlib.suppress(ValueError):  # the program may have ended it itself, with all groups
-        distributed.destroy_process_group(group)
-        end_keys(name, rank, size)
 
 
 def end_keys(name: str, rank: int, size: int) -> None:

@@ -108,13 +108,11 @@ class RankValues:
             self._buffers.lend({(worker, SPEC): UNDER_WAY})
 
     def buffers_of_first_replica(self) -> dict[str, Tensor]:
-        """Return copies of the first replica's persistent buffers of these stages; empty without replicas. All replicas call
-        it.
-        """
+        """Return copies of the first replica's persistent buffers, if there are other replicas. All of them call it."""
         stages = [self._factory.compiled.train[stage] for stage in self._factory.own]
         parameters = {name for stage in stages for name in stage.parameters}
         buffers = {name: self._factory.state[name] for name in self._saved_here() if name not in parameters}
-        if self._context.replicas is None or not buffers:
+        if self._context.replicas.count == 1 or not buffers:
             return {}
         return dict(zip(buffers, self._context.replicas.first(list(buffers.values())), strict=True))
 

@@ -118,7 +118,7 @@ class Worker:
                 log.rank,
                 log.world_size,
                 range(first, first + self._context.ranks),
-                () if replicas is None else replicas.pipeline,
+                replicas.pipeline,
             ),
             under("controller", log.store),
             initial,
@@ -185,7 +185,7 @@ class Worker:
 
     def _has_any_replica(self, found: bool) -> bool:
         """Return whether this holds on any replica. All of them ask."""
-        return found if self._context.replicas is None else self._context.replicas.any_has(found)
+        return self._context.replicas.any_has(found)
 
     def _whole(
         self, step: int, outputs: Mapping[int, StepOutputs], program: Program | None, *, to_all: bool
@@ -408,7 +408,7 @@ class Worker:
     @property
     def is_alone(self) -> bool:
         """True if no other rank waits for this one's messages or gradients."""
-        return self._context.ranks == 1 and self._context.replicas is None
+        return self._context.job.world_size == 1
 
     def fail(self, error: Exception) -> Exception:
         """Report to all ranks that this rank can't continue.
@@ -435,8 +435,7 @@ class Worker:
             self._aborted_by = error
         self._context.transport.abort(error)
         self.controller.abort(error)
-        if self._context.replicas is not None:
-            self._context.replicas.abort()
+        self._context.replicas.abort()
 
     def check(self) -> None:
         """Raise the error that has ended this rank's waits, if there is one."""

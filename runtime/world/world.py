@@ -90,6 +90,11 @@ class World:
         """The number of replicas."""
         return len(self.hosts) // self.places
 
+    @property
+    def processes(self) -> tuple[ProcessId, ...]:
+        """The processes that host workers, in order."""
+        return tuple(sorted(set(self.hosts)))
+
     def seat(self, worker: WorkerId) -> Seat:
         """Return the replica and the place that a worker is."""
         replica, place = divmod(worker, self.places)

@@ -32,7 +32,7 @@ def refuse_shared_memory(
     changing = compiled.changing | {name for name, one in named.items() if one.requires_grad}
     for one, other in overlapping(named):
         ranks = {placement[stage] for name in (one, other) for stage in compiled.names[name]}
-        parts = is_empty or (bool({one, other} & copied) if launched.job is None else len(ranks) > 1)
+        parts = is_empty or not copied.isdisjoint((one, other)) or len({launched.row[rank] for rank in ranks}) > 1
         if parts and {one, other} & changing:
             where = "each get values of their own" if is_empty else f"have copies on ranks {', '.join(map(str, sorted(ranks)))}"
             raise OptionError(

@@ -67,7 +67,7 @@ class Sharing:
         self._workers: weakref.ref[Any] | None = None
         self._own: Any = WeakTensorKeyDictionary()
         here = set(launched.ranks)
-        is_alone = launched.job is None
+        is_alone = launched.in_threads
         tied = {one.name: len({placement[stage] for stage in one.stages}) for one in compiled.tied}
         for name, tensor in () if model is None else _tensors(model, compiled):
             holders = {placement[stage] for stage in compiled.names[name]}

@@ -50,14 +50,12 @@ class HeldSession(ModuleMethods):
     @property
     def replicas(self) -> int:
         """The number of data-parallel replicas of the job, 1 without a launcher. Divide the rows into this number of parts."""
-        roles = self._require().launched.roles
-        return 1 if roles is None else roles.replicas
+        return self._require().launched.world.replicas
 
     @property
     def replica(self) -> int:
         """The data-parallel replica of this process, 0 if there is only one. Give its part of a batch to step."""
-        replicas = self._require().launched.replicas
-        return 0 if replicas is None else replicas.index
+        return self._require().launched.replica
 
     @property
     def plan(self) -> Plan:

@@ -111,10 +111,8 @@ class WorkerFactory:
 
 def open_recorder(options: RecordingOptions, launched: Launch) -> Recorder:
     """Open the recorder of events that the options ask for."""
-    ranks = launched.ranks
-    first = ranks[0] if launched.job is None else launched.job.rank
-    return start_recorder(_telemetry(options, launched), options.on_event, ranks, first)
+    return start_recorder(_telemetry(options, launched), options.on_event, launched.ranks, launched.process)
 
 
 def _telemetry(options: RecordingOptions, launched: Launch) -> Telemetry:
-    return of_replica(options.telemetry, None if launched.replicas is None else launched.replicas.index)
+    return options.telemetry if launched.world.replicas == 1 else of_replica(options.telemetry, launched.replica)

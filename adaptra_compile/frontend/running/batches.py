@@ -170,7 +170,7 @@ class Batches:
 
     def compare_rows(self, call: str, inputs: Any, targets: Any, kwargs: Mapping[str, Any]) -> None:
         """Start a comparison of this call's rows with those of other processes' ranks. ``call`` is the user's method."""
-        if self._local.launched.job is not None:
+        if not self._local.launched.in_threads:
             positional = {"inputs": inputs, "targets": targets}
             given = {name: one for name, one in positional.items() if one is not None}
             self._local.workers[0].compare_rows(call, {**kwargs, **given})

@@ -46,7 +46,7 @@ class HeldState:
 
     def whole(self) -> dict[str, Tensor]:
         """Return the whole model's state on the job's first rank: see :meth:`adaptra.frontend.api.Pipeline.full_state_dict`."""
-        if self._local.launched.job is None:
+        if self._local.launched.in_threads:
             self._local.require_running()
             found = {name: tensor.detach().cpu().clone() for name, tensor in self.tensors.items()}
         else:
@@ -63,7 +63,7 @@ class HeldState:
 
         Buffers that differ between replicas are copies of the first replica's. All ranks call it.
         """
-        if self._local.launched.replicas is None:
+        if self._local.launched.world.replicas == 1:
             return self.tensors
         (first,) = self._local.on_every_rank(
             lambda worker: worker.values.buffers_of_first_replica(), "TrainingState.state_dict"
@@ -96,7 +96,7 @@ class HeldState:
         A whole training state is loaded by all ranks or by none in any case. ``call`` is the user's method.
         """
         local = self._local
-        is_common = local.have_copies or (call != "load_state_dict" and local.launched.job is not None and local.go_on)
+        is_common = local.have_copies or (call != "load_state_dict" and local.go_on)
         return local.agreed("state_dict", call, lambda: (fitting(), Consent()), self._timeout) if is_common else fitting()
 
     def take(self, fitting: FittingModel) -> None:

@@ -17,7 +17,7 @@ from adaptra.graph import CompiledStages
 from adaptra.graph.capture.collectives import refuse_context_parallel
 from adaptra.graph.ops.autocast import refuse_autocast
 from adaptra.runtime.control.calls import Calls
-from adaptra.runtime.launch.launch import Launch
+from adaptra.runtime.launch.launch import Job, Launch
 from adaptra.runtime.reconfigure.consent import Consent, check_consents
 from adaptra.runtime.telemetry.recorder import Recorder
 from adaptra.runtime.worker.worker import Worker
@@ -49,9 +49,10 @@ class LocalWorkers:
         self.sharing = sharing
         self._failure: BaseException | None = None
         self.calls: Calls | None = None
-        if launched.job is not None and launched.job.ranks > 1:
+        job = launched.job
+        if isinstance(job, Job) and job.ranks > 1:
             end_by = weakref.WeakMethod(self._end_by)
-            self.calls = Calls(launched.job.store, launched.job.rank, launched.job.ranks, lambda error: _call(end_by, error))
+            self.calls = Calls(job.store, job.rank, job.ranks, lambda error: _call(end_by, error))
             weakref.finalize(self, self.calls.close)
         self._end_membership = weakref.finalize(self, launched.membership.close)
         self.run_by(planned, launched, workers, recorder)
@@ -69,6 +70,7 @@ class LocalWorkers:
         self.launched = launched
         self.workers = tuple(workers)
         if self.calls is not None:
+            self.calls.attempt = lambda: launched.attempt
             for worker in self.workers:
                 worker.explain = self.calls.explain
         # Also if the process ends without a close, since the transports' threads must not outlive the interpreter.
@@ -82,7 +84,7 @@ class LocalWorkers:
     @property
     def have_copies(self) -> bool:
         """Whether ranks of other processes have copies of this process's state, and all can compare them."""
-        return self.launched.job is not None and self.workers[0].values.shares_values and self.go_on
+        return not self.launched.in_threads and self.workers[0].values.shares_values and self.go_on
 
     @property
     def go_on(self) -> bool:
@@ -210,13 +212,10 @@ class LocalWorkers:
         Raises:
             StateError: A rank can't move. The pipeline continues as before.
         """
-        job = self.launched.job
 
         def meet(consent: Consent) -> list[str]:
-            if job is None:
-                return []
             with self.called(call), self.changing(what):
-                return job.meet(timeout, self.check, consent.encode())
+                return self.launched.meet(timeout, self.check, consent.encode())
 
         try:
             found, consent = ready()
@@ -242,7 +241,7 @@ class LocalWorkers:
         was_open = self._end.alive
         self._end()
         self._end_membership()
-        if was_open and self._failure is None and self.launched.job is not None:
+        if was_open and self._failure is None:
             self.launched.job.close()
 
 

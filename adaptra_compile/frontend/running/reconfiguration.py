@@ -31,7 +31,7 @@ from adaptra.runtime.control.calls import CHANGED_MODEL
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.exchange.state_transfer import Handover, exchange, gather_state, give_optimizer
 from adaptra.runtime.launch.agreement import agree
-from adaptra.runtime.launch.launch import Job, Launch
+from adaptra.runtime.launch.launch import Launch
 from adaptra.runtime.reconfigure.agreement import RESTART_SECONDS, agree_on_roles, gather_costs, share_split
 from adaptra.runtime.reconfigure.consent import Consent
 from adaptra.runtime.reconfigure.cut_transfer import move_within, new_state, regroup
@@ -64,7 +64,7 @@ class Reconfiguration:
 
     def take_roles(self, after: Roles, optimizer: torch.optim.Optimizer) -> None:
         """Change the ranks' roles: see :meth:`adaptra.frontend.api.Pipeline.take_roles`."""
-        job, before = self._replicated()
+        process, before = self._local.launched.process, self._replicated()
         if (after.stages, len(after.ranks)) != (before.stages, len(before.ranks)):
             raise OptionError(
                 f"roles of {len(after.ranks)} ranks and {after.stages} stages: expected {len(before.ranks)} and {before.stages}"
@@ -73,8 +73,8 @@ class Reconfiguration:
             return
         (worker,) = self._local.workers
         moving = role_transfers(before, after)
-        receivers, senders = sent_by(job.rank, moving), senders_to(job.rank, moving)
-        graphs = self._stages_of(after.of(job.rank)[1], self._local.compiled.train)
+        receivers, senders = sent_by(process, moving), senders_to(process, moving)
+        graphs = self._stages_of(after.of(process)[1], self._local.compiled.train)
 
         def ready() -> tuple[dict[int, Handover], Consent]:
             (held,) = self._leaving("roles", optimizer)
@@ -88,22 +88,22 @@ class Reconfiguration:
             self._local.end()
             state = worker.state
             if senders:
-                arrived = exchange(leaving, senders, job.everyone)
+                arrived = exchange(leaving, senders, self._local.launched.everyone)
                 state = new_state(graphs, {}, arrived)
                 give_optimizer(optimizer, arrived, state)
             self._start(self._local.planned, launched, [state], opened)
 
     def settle_roles(self, optimizer: torch.optim.Optimizer, horizon: int) -> RoleChange | None:
         """Change to better roles if there are any: see :meth:`adaptra.frontend.api.Pipeline.settle_roles`."""
-        job, roles = self._replicated()
+        roles = self._replicated()
         (worker,) = self._local.workers
         if not worker.last.measured:
             raise PipelineError("no step has run yet: roles are settled by what steps took")
         (held,) = self._agreed("roles", "settle_roles", lambda: (self._leaving("roles", optimizer), Consent()))
         with self._local.called("settle_roles"), self._local.changing("roles"):
             case, measured, reduce = worker.initial.case, tuple(worker.last.measured), self._spec.options.reduce
-            sums = SumPlan(reduce.algorithm, reduce.bucket)
-            change = agree_on_roles(job.everyone, roles, self._local.compiled.train, case, measured, held, horizon, sums)
+            sums, group = SumPlan(reduce.algorithm, reduce.bucket), self._local.launched.everyone
+            change = agree_on_roles(self._tell, group, roles, self._local.compiled.train, case, measured, held, horizon, sums)
         if change is not None:
             self.take_roles(change.after, optimizer)
             (worker,) = self._local.workers
@@ -123,9 +123,8 @@ class Reconfiguration:
             raise PipelineError("no step has run yet: a split is settled by what steps took")
         held = self._agreed("split", "settle_split", lambda: (self._leaving("split", optimizer), Consent()))
         with self._local.called("settle_split"), self._local.changing("split"):
-            job, plan = self._local.launched.job, worker.plan
-            group = None if job is None else job.everyone
-            known, bytes_per_byte = gather_costs(group, plan.case.cost, worker.controller.measured_cost, held)
+            plan = worker.plan
+            known, bytes_per_byte = gather_costs(self._tell, plan.case.cost, worker.controller.measured_cost, held)
 
             def moving(places: Sequence[CutPoint]) -> tuple[float, float] | None:
                 began = time.monotonic()
@@ -138,12 +137,12 @@ class Reconfiguration:
                 return RESTART_SECONDS + time.monotonic() - began, moved
 
             decided: tuple[SplitChange, tuple[CutPoint, ...]] | None = None
-            if known is not None and (job is None or job.rank == 0):
+            if known is not None and self._local.launched.process == 0:
                 case = replace(plan.case, cost=known)
                 routed = None if plan.program.is_one_pipeline else plan.predicted
                 running = plan.program, plan.delegated, plan.rounded
                 decided = choose_split(case, *running, self._local.planned.bandwidth, horizon, moving, routed)
-            decided = share_split(group, decided, self._local.compiled.cut_points)
+            decided = share_split(self._tell, decided, self._local.compiled.cut_points)
         if decided is None:
             return None
         change, places = decided
@@ -169,7 +168,7 @@ class Reconfiguration:
         """Return the transfers within this process's pipeline to the stages of another cut."""
         launched, placement = self._local.launched, self._spec.placement
         # Workers in one process hand over by place, as there is nothing to send.
-        ranks = placement if launched.job is None else [launched.row[place] for place in placement]
+        ranks = placement if launched.in_threads else [launched.row[place] for place in placement]
         names_before, names_after = ([one.state_names for one in stages] for stages in (self._local.compiled.train, after))
         return cut_transfers(names_before, names_after, ranks)
 
@@ -181,26 +180,26 @@ class Reconfiguration:
         states: list[Mapping[str, Tensor]] = [worker.state for worker in self._local.workers]
         before = [one for state in states for one in state.values()]
         moving = self._cut_transfers(stages)
-        job = self._local.launched.job
+        process, in_threads = self._local.launched.process, self._local.launched.in_threads
 
         def ready() -> tuple[tuple[list[Handover], dict[int, Handover]], Consent]:
             held = self._leaving("split", optimizer)
             for stage in (one for worker in self._local.workers for one in self._stages_of(worker.rank, stages)):
                 prepare(stage)
-            receivers = {} if job is None else sent_by(job.rank, moving)
+            receivers = {} if in_threads else sent_by(process, moving)
             leaving = {receiver: held[0].part(names) for receiver, names in receivers.items()}
             return (held, leaving), Consent.to(len(optimizer.param_groups), leaving)
 
         held, leaving = self._agreed("split", "take_split", ready)
         with self._restarting("split") as (launched, opened):
-            if job is not None:
+            if not in_threads:
                 agree(launched.transports[0], "pipeline", after.facts(), self._spec.options.timeout, self._local.check)
             self._local.end()
-            if job is None:
+            if in_threads:
                 by_rank = [self._stages_of(worker.rank, stages) for worker in self._local.workers]
                 states, arrived = move_within(held, states, by_rank, moving)
             else:
-                arrived = [exchange(leaving, senders_to(job.rank, moving), job.everyone)]
+                arrived = [exchange(leaving, senders_to(process, moving), launched.everyone)]
             made = [
                 new_state(self._stages_of(worker.rank, stages), state, one)
                 for worker, state, one in zip(self._local.workers, states, arrived, strict=True)
@@ -242,7 +241,7 @@ class Reconfiguration:
 
         self._agreed("change", call, ready)
         with self._restarting("change") as (launched, opened):
-            if self._local.launched.job is not None:
+            if not launched.in_threads:
                 agree(launched.transports[0], "pipeline", after.facts(), self._spec.options.timeout, self._local.check)
             self._local.end()
             self._start(after, launched, states, opened, has_moved=False)
@@ -279,12 +278,12 @@ class Reconfiguration:
                 opened.callback(transport.close)
             yield launched, opened
 
-    def _replicated(self) -> tuple[Job, Roles]:
+    def _replicated(self) -> Roles:
         self._local.require_running()
-        job, roles = self._local.launched.job, self._local.launched.roles
-        if job is None or roles is None:
+        roles = self._local.launched.roles
+        if roles is None:
             raise OptionError("roles: this job has one replica: expected several, whose ranks can change places")
-        return job, roles
+        return roles
 
     def _stages_of(self, rank: int, stages: Sequence[TrainStage]) -> list[TrainStage]:
         """Return those of a pipeline's stages that are on one of its ranks."""
@@ -302,6 +301,10 @@ class Reconfiguration:
                 "they move between ranks; remove it by its handle, and register it of pipe.parameters() afterwards"
             )
         return [gather_state(worker.state, optimizer) for worker in self._local.workers]
+
+    def _tell(self, text: str) -> list[str]:
+        """Tell all ranks of the job a text, and return that of each, by rank."""
+        return self._local.launched.tell("change", text, self._spec.options.timeout, self._local.check)
 
     def _agreed(self, what: str, call: str, ready: Callable[[], tuple[Result, Consent]]) -> Result:
         """Prepare a move and wait until every rank can make it: see :meth:`.local_workers.LocalWorkers.agreed`."""

@@ -69,7 +69,7 @@ class Session:
     @property
     def is_launched(self) -> bool:
         """Whether the ranks are processes, each with a part of what a step returns."""
-        return self.launched.job is not None
+        return not self.launched.in_threads
 
     @property
     def compiled(self) -> CompiledStages:

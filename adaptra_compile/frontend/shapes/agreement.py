@@ -7,7 +7,7 @@ from typing import Final
 from adaptra.errors import BatchError
 from adaptra.frontend.shapes.shapes import NewShape
 from adaptra.runtime.control.calls import Calls
-from adaptra.runtime.exchange.store_exchange import exchange, not_set
+from adaptra.runtime.exchange.store_exchange import exchange, not_set, records_of
 from adaptra.runtime.launch.launch import Launch
 from adaptra.runtime.worker.worker import Worker
 
@@ -29,17 +29,17 @@ def agree_on_shape(new: NewShape, number: int, launched: Launch, worker: Worker,
         BatchError: Another rank has a batch of another shape.
     """
     transport = launched.pipeline_of(launched.transports[0])
-    if launched.job is None or transport.world_size == 1:
-        return
-    job_ranks = launched.row
+    job_ranks, store = launched.row, records_of(transport)
     name, own = f"agree/shape/{number}", transport.rank
-    others = [rank for rank in range(transport.world_size) if rank != own]
+    others = [rank for rank in range(transport.world_size) if job_ranks[rank] != launched.process]
+    if not others:
+        return
     told: dict[int, int] = {job_ranks[rank]: rank for rank in others}
 
     def check() -> None:
         worker.check()
         ahead = [] if calls is None else calls.ahead(list(told))
-        late = not_set(transport.store, [f"{name}/{told[rank]}" for rank in ahead]) if ahead else []
+        late = not_set(store, [f"{name}/{told[rank]}" for rank in ahead]) if ahead else []
         if late:
             ranks = ", ".join(str(rank) for rank in ahead if f"{name}/{told[rank]}" in late)
             raise BatchError(
@@ -48,7 +48,7 @@ def agree_on_shape(new: NewShape, number: int, launched: Launch, worker: Worker,
             )
 
     said = new.name + new.use
-    found = exchange(transport.store, name, own, said, others, timeout, check)
+    found = exchange(store, name, own, said, others, timeout, check)
     for rank, text in zip(others, found, strict=True):
         if text != said:
             raise BatchError(f"rank {job_ranks[own]} has a batch of {said}, rank {job_ranks[rank]} one of {text}: {_ONE_SHAPE}")

@@ -42,7 +42,7 @@ def plan_job(
     effort: int | None = None,
     budget: float | None = None,
     seed: int = 0,
-    routing: Routing | Sequence[Routing] | None = None,
+    routing: Routing | Sequence[Routing] = (),
 ) -> Program:
     """Find the program of several replicas with the shortest period that the search finds.
 
@@ -64,7 +64,7 @@ def plan_job(
     _check_room(case)
     ends = None if budget is None else time.perf_counter() + _SEARCHED * budget
     effort = effort or (EFFORT if budget is None else _UNLIMITED)
-    tries = _tries(case, _known(case) if routing is None else [routing] if isinstance(routing, Routing) else routing)
+    tries = _tries(case, [routing] if isinstance(routing, Routing) else routing or _known(case))
     best: _Try | None = None
     # Each routing for a while, and then the best ones for longer.
     for turn, (number, part) in enumerate(((len(tries), 0.4), (4, 0.5), (2, 1.0))):

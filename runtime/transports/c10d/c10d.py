@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
 from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.ops.specs import MessageSpec
@@ -43,6 +43,7 @@ from adaptra.runtime.transports.c10d.preposted import FIRST_TAG, PrepostedReceiv
 from adaptra.runtime.transports.message_format import HEADER_BYTES, MessageBuffer, arrival
 from adaptra.runtime.transports.pending import Completion, PendingOperations, peer_lost
 from adaptra.runtime.transports.pool import Pool
+from adaptra.runtime.transports.process_groups import Members
 from adaptra.runtime.world.world import Attempt
 
 logger = logging.getLogger(__name__)
@@ -77,11 +78,11 @@ class _Posted(NamedTuple):
 class C10dTransport(Transport):
     """One rank's end of torch.distributed.
 
-    All ranks of the group create it at the same time; creating it makes communicators and compares clocks.
+    All members create it at the same time; creating it makes communicators and compares clocks.
 
     Args:
-        group: The ranks to join. None for the default group, which is set up from the launcher's environment if it does not
-            exist.
+        members: Those to join. None for all ranks of the default group, which is set up from the launcher's environment if it
+            does not exist.
         device: The device of sent and received tensors.
         backend: ``gloo`` or ``nccl``. None for NCCL if the device is a GPU, else gloo, which carries tensors of a GPU by way of
             the CPU.
@@ -93,15 +94,13 @@ class C10dTransport(Transport):
         LaunchError: There is no such backend, or no group and no launcher.
     """
 
-    def __init__(
-        self, group: ProcessGroup | None = None, device: torch.device | str = "cpu", backend: str | None = None
-    ) -> None:
+    def __init__(self, members: Members | None = None, device: torch.device | str = "cpu", backend: str | None = None) -> None:
         self._device = torch.device(device)
         backend = backend or ("nccl" if self._device.type == "cuda" else "gloo")
         if backend not in CONTRACTS or not distributed.is_backend_available(backend):
             raise LaunchError(f"backend {backend!r}: expected one of {', '.join(CONTRACTS)} that this torch was built with")
         self.contract = CONTRACTS[backend]
-        self._communicators = Communicators(group, self._device, backend, one_way=self.contract.one_way)
+        self._communicators = Communicators(members, self._device, backend, one_way=self.contract.one_way)
         self.rank = self._communicators.rank
         self.world_size = self._communicators.size
         self._guard = PendingOperations(self.rank, self.world_size)

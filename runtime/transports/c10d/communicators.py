@@ -14,13 +14,13 @@ from adaptra.runtime.transports import clock_offset as clock
 from adaptra.runtime.transports.base import ChannelClass
 from adaptra.runtime.transports.c10d.preposted import FIRST_TAG
 from adaptra.runtime.transports.process_groups import (
+    Members,
     control_plane,
     end_gloo_waits,
     end_group,
     end_keys,
     initialise,
     make_groups,
-    next_name,
 )
 
 
@@ -28,8 +28,8 @@ class Communicators:
     """Makes the communicators of all pairs of ranks, and ends their operations and them. All ranks create it together.
 
     Args:
-        group: The ranks to join. None for the default group, which is set up from the launcher's environment if it does not
-            exist.
+        members: Those to join. None for all ranks of the default group, which is set up from the launcher's environment if it
+            does not exist.
         device: The device of sent and received tensors.
         backend: The name of the backend: ``gloo`` or ``nccl``.
         one_way: Whether each channel has a communicator of its own, because one runs all its operations in one order.
@@ -43,19 +43,17 @@ class Communicators:
         LaunchError: There is no group and no launcher.
     """
 
-    def __init__(self, group: ProcessGroup | None, device: torch.device, backend: str, *, one_way: bool) -> None:
-        self._owns_default = group is None and initialise(backend)
-        ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
-        self.rank: Final = distributed.get_rank(group)
-        self.size: Final = len(ranks)
+    def __init__(self, members: Members | None, device: torch.device, backend: str, *, one_way: bool) -> None:
+        self._owns_default = members is None and initialise(backend)
+        self._members = (members or Members.of_job()).part("c10d")
+        _, self.rank, self.size = self._members
         self.device: Final = torch.device("cpu") if backend == "gloo" else device
-        self._name = next_name(group)
-        self._groups = make_groups(ranks, self.rank, backend, self._name, one_way=one_way)
+        self._groups = make_groups(self._members, backend, one_way=one_way)
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
 
     def control_plane(self) -> Store:
         """Return a new client of the ranks' control plane; all ranks call it."""
-        return control_plane(self._name, self.rank, self.size)
+        return control_plane(self._members)
 
     def between(self, peer: int, channel: ChannelClass, *, receives: bool) -> tuple[ProcessGroup, int]:
         """Return the communicator of messages of a class from or to a peer, and the peer's rank within it."""
@@ -96,7 +94,7 @@ class Communicators:
         if is_idle:
             for group in groups.values():
                 end_group(group)
-            end_keys(self._name, self.rank, self.size)
+            end_keys(*self._members)
             give_back(store)
         if self._owns_default:
             distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The delegate as the transport of a process group."""
+"""The delegate as the transport of a job's members."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import distributed
-from torch.distributed import ProcessGroup
 
 from adaptra.runtime.control_store.spare_clients import give_back
 from adaptra.runtime.transports.delegate import rdma_paths
@@ -14,21 +13,21 @@ from adaptra.runtime.transports.delegate.delegate import DelegateTransport
 from adaptra.runtime.transports.delegate.endpoints import address_towards
 from adaptra.runtime.transports.delegate.engine import Listen, Timing, listen, start_engine
 from adaptra.runtime.transports.delegate.gpu import GpuDelegateTransport
-from adaptra.runtime.transports.process_groups import control_plane, end_keys, initialise, keys_of, next_name
+from adaptra.runtime.transports.process_groups import Members, control_plane, end_keys, initialise, keys_of
 
 
 def join(
-    group: ProcessGroup | None = None,
+    members: Members | None = None,
     addresses: Sequence[str] = (),
     timing: Timing | None = None,
     device: torch.device | str = "cpu",
     listen: Listen = listen,
 ) -> DelegateTransport:
-    """Return the delegate of this rank; all ranks of the group call it at the same time.
+    """Return the delegate of this rank; all members call it at the same time.
 
     Args:
-        group: The ranks to join. None for the default group, which is set up from the launcher's environment if it does not
-            exist.
+        members: Those to join. None for all ranks of the default group, which is set up from the launcher's environment if it
+            does not exist.
         addresses: One per path, see :func:`.engine.start_engine`; () for the usable RDMA ports of this host, followed by the
             address by which it reaches the store.
         timing: The timeouts.
@@ -38,16 +37,15 @@ def join(
     Raises:
         LaunchError: There is no group and no launcher, or see :func:`.engine.start_engine`.
     """
-    owns_default = group is None and initialise("gloo")
-    ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
-    name = next_name(group)
-    rank, place = distributed.get_rank(group), torch.device(device)
-    store = control_plane(name, rank, len(ranks))
-    found = addresses or [*rdma_paths.agree_on_ports(store, rank, len(ranks)), address_towards(keys_of(name))]
-    started = start_engine(rank, len(ranks), store, found, timing or Timing(), listen)
+    owns_default = members is None and initialise("gloo")
+    joined, place = (members or Members.of_job()).part("delegate"), torch.device(device)
+    name, rank, size = joined
+    store = control_plane(joined)
+    found = addresses or [*rdma_paths.agree_on_ports(store, rank, size), address_towards(keys_of(name))]
+    started = start_engine(rank, size, store, found, timing or Timing(), listen)
 
     def end() -> None:
-        end_keys(name, rank, len(ranks))
+        end_keys(*joined)
         give_back(store)
         if owns_default:
             distributed.destroy_process_group()

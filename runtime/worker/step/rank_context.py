@@ -24,7 +24,7 @@ class RankContext:
         job: The transport of all ranks of the job, of which that is a part; the same without replicas.
         world: The world of the job's workers.
         membership: This process's.
-        replicas: The ranks that have copies of these stages, or None without data parallelism.
+        replicas: The ranks that have copies of these stages.
         monitor: Records ops, messages, the flights of probes and the sum over replicas.
         clock: Marks the start and end of ops on this rank's device.
         pacing: Lengthens ops on emulated devices and slowed stages.
@@ -36,7 +36,7 @@ class RankContext:
     job: Transport
     world: World
     membership: ProcessMembership
-    replicas: Replicas | None
+    replicas: Replicas
     monitor: Monitor
     clock: OpClock
     pacing: Pacing
@@ -60,4 +60,4 @@ class RankContext:
     @property
     def replica(self) -> int:
         """This pipeline's number among the replicas."""
-        return 0 if self.replicas is None else self.replicas.index
+        return self.replicas.index

@@ -19,12 +19,12 @@ class ReplicaLosses:
     """Combines the losses of replicas.
 
     Attributes:
-        replicas: The ranks that have copies of these stages, or None without data parallelism.
+        replicas: The ranks that have copies of these stages.
         reduction: The reduction of the losses of microbatches and replicas to that of the batch.
         microbatches: The most microbatches of a replica.
     """
 
-    replicas: Replicas | None
+    replicas: Replicas
     reduction: Reduction
     microbatches: int
 
@@ -43,7 +43,7 @@ class ReplicaLosses:
             BatchError: Replicas have batches of different numbers of rows, and the mean of their losses is wanted.
             OptionError: Not the same parameters have hooks in all replicas.
         """
-        if self.replicas is None:
+        if self.replicas.count == 1:
             return losses
         mean, own = self.reduction is Reduction.MEAN, len(losses)
         if own < self.microbatches:
@@ -51,7 +51,7 @@ class ReplicaLosses:
         compared = (sum(rows), *(() if hooks is None else hooks.marks()))
         marks = losses.new_tensor(bits_of(compared), dtype=torch.float32)
         combined = self.replicas.combine_losses(losses, mean=mean, aside=hooks is None, beside=[marks])
-        means = (marks if mean else marks / len(self.replicas.ranks)).tolist()
+        means = (marks if mean else marks / self.replicas.count).tolist()
         if mean and not are_equal(means[:BITS]):
             raise BatchError(
                 f"replica {replica} has a batch of {sum(rows)} rows, and others have other numbers, "

@@ -128,7 +128,7 @@ class AllAtOnce:
         self._losses = losses
         self._monitor = monitor
         self._sum: GradientSum | None = None
-        if (replicas := losses.replicas) is not None:
+        if (replicas := losses.replicas).count > 1:
             bucket = reduce.bucket or replicas.best_bucket(sum(one.nbytes for one in parameters.values()))
             replicas.add_by(ALGORITHMS[reduce.algorithm], limit=bucket, dtype=reduce.dtype)
             self._sum = GradientSum(replicas, self.sums, late, bucket, losses.reduction is Reduction.MEAN, mark)

@@ -78,8 +78,8 @@ class StepParts:
             rank, self.end.sums, shared, placement, transport, options.timeout, self._probes.answer
         )
         self.norms: Final = GradientNorms(rank, trainable, compiled, placement, transport)
-        broadcast = context.replicas if options.broadcast_buffers else None
-        self.buffers: Final = ReplicaBuffers(broadcast, [state[name] for name in compiled.changing_in(*own)])
+        equal = compiled.changing_in(*own) if options.broadcast_buffers and context.replicas.count > 1 else ()
+        self.buffers: Final = ReplicaBuffers(context.replicas, [state[name] for name in equal])
         self.factory: Final = StageFactory(
             compiled, state, microbatches, context, reduction, self.gradients, self.end.complete, self.buffers.wait
         )

@@ -130,10 +130,8 @@ class TwoPassStep:
         self._backward.run(kept.step, (), ())
         found = self._input_gradients.end_step(self._timeout)
         self._gradients.end_step()  # afterwards, as sums of shared parameters follow on the same channels
-        if self._replicas is not None:
-            names = [*self._sums.parameters]
-            parameters = [*self._sums.parameters.values()]
-            self._replicas.combine_gradients(parameters, lambda number: self._sums.total(names[number]))
+        names, parameters = [*self._sums.parameters], [*self._sums.parameters.values()]
+        self._replicas.combine_gradients(parameters, lambda number: self._sums.total(names[number]))
         self._sums.fill()
         return found
 

@@ -14,8 +14,9 @@ from models import EXAMPLES
 from processes import run_processes
 from training import compiled
 
-from adaptra.errors import PeerLostError
+from adaptra.errors import PeerLostError, PipelineError
 from adaptra.runtime.control.calls import COMPARE_SECONDS, Calls
+from adaptra.runtime.world.world import Attempt
 
 MICROBATCHES = 2
 DIFFERENT = (
@@ -104,3 +105,24 @@ def test_a_cause_that_becomes_known_ends_the_wait_for_the_calls_of_others() -> N
     assert time.monotonic() - began < 2 * COMPARE_SECONDS
     store.end.set()
     calls.close()
+
+
+def test_ranks_compare_the_calls_of_their_own_attempt() -> None:
+    """A rank that is in a later attempt already has begun other calls."""
+    store = dist.HashStore()
+    errors: list[list[PipelineError]] = [[], []]
+    ranks = [Calls(store, rank, 2, found.append) for rank, found in enumerate(errors)]
+    attempts = [Attempt(0, 1), Attempt()]
+    for calls, attempt in zip(ranks, attempts, strict=True):
+        calls.attempt = lambda attempt=attempt: attempt
+    first, second = ranks
+    with first.during("step"), second.during("eval_step"):
+        time.sleep(2.5 * COMPARE_SECONDS)
+        assert errors == [[], []] and second.ahead([0]) == []
+        second.attempt = first.attempt
+        time.sleep(4 * COMPARE_SECONDS)
+    for found in errors:
+        assert ["rank 0 called step, rank 1 eval_step" in str(one) for one in found] in ([True], []), found
+    assert any(errors)
+    for calls in ranks:
+        calls.close()

@@ -39,7 +39,7 @@ from adaptra.graph.ops.random_state import RandomKey, reference_randomness
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
 from adaptra.runtime.data_parallel.collectives.terms import Terms
-from adaptra.runtime.transports.process_groups import end_raw_group, raw_group
+from adaptra.runtime.transports.process_groups import Members, end_group, new_group
 from adaptra.simulation.links import Link
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
@@ -175,7 +175,7 @@ def sum_in_processes(rank: int) -> list[str]:
     dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
     for replicas in (1, 2, 3, 4):
         # The second one begins the messages of a round together, as one of NCCL does.
-        groups = [raw_group(f"{replicas} {one}", rank, replicas) for one in range(2)] if rank < replicas else []
+        groups = [new_group(Members(f"{replicas} {one}", rank, replicas)) for one in range(2)] if rank < replicas else []
         ways = [
             (index, one, limit, dtype)
             for index, limit in ((0, None), (0, 4096), (1, 4096))
@@ -195,7 +195,7 @@ def sum_in_processes(rank: int) -> list[str]:
                     if not same_bits(one, other)
                 ]
         for group in groups:
-            end_raw_group(group)
+            end_group(group)
         dist.barrier()
     dist.destroy_process_group()
     return wrong

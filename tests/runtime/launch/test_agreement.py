@@ -10,6 +10,7 @@ from hub_ranks import on_all_ranks
 from adaptra.errors import LaunchError
 from adaptra.runtime.launch.agreement import agree, disagree
 from adaptra.runtime.transports.base import Transport
+from adaptra.runtime.world.world import Attempt
 
 
 def test_ranks_that_hold_the_same_facts_agree() -> None:
@@ -55,6 +56,16 @@ def test_a_rank_that_does_not_answer_is_named() -> None:
     for error in (first, third):
         check_documented(type(error).__name__, str(error), "…: rank … did not answer within … s")
         assert "rank 1 did not answer within 0.2 s" in str(error)
+
+
+def test_what_an_earlier_attempt_compared_is_not_read_by_a_later_one() -> None:
+    def run(transport: Transport) -> None:
+        agree(transport, "plan", {"a": 1}, 5)
+        transport.begin(Attempt(0, 1))
+        agree(transport, "plan", {"a": 1 + transport.rank // 2}, 5)
+
+    for error in on_all_ranks(run):
+        assert isinstance(error, LaunchError) and "rank 2 compiled something else than rank 0: a:" in str(error)
 
 
 def test_comparisons_of_several_names_do_not_meet() -> None:

@@ -67,7 +67,7 @@ def join(rank: int, how: str, where: str, note: Path) -> Raised | None:
     if end is not None and where == "groups":
         communicators.make_groups = end
     elif end is not None and where == "group of replicas":
-        groups.distributed_c10d._new_process_group_helper = end
+        groups._backend = end
     elif end is not None:
         delegate_engine.share_endpoints = end
     with_delegate = {"delegate": True, "addresses": ["127.0.0.1"]} if where == "endpoints" else {}

@@ -33,7 +33,7 @@ def close(launched: Launch) -> None:
 def test_without_a_launcher_all_ranks_are_threads_of_this_process() -> None:
     launched = launch(3, None, ARGUMENTS, 5)
     assert [(transport.rank, transport.world_size) for transport in launched.transports] == [(0, 3), (1, 3), (2, 3)]
-    assert launched.replicas is None
+    assert (launched.replicas.count, launched.replicas.any_has(True), launched.roles) == (1, True, None)
 
 
 def test_under_a_launcher_a_process_has_one_rank() -> None:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from adaptra.planning.layouts.layout_change import RoleChange
 from adaptra.program.placement import stages_of
 from adaptra.program.roles import Roles, moved
 from adaptra.runtime.exchange.state_transfer import gather_state
+from adaptra.runtime.exchange.store_exchange import exchange
 from adaptra.runtime.measuring.measurement import StageMeasurement
 from adaptra.runtime.reconfigure.agreement import agree_on_roles
 from adaptra.simulation.case import Case
@@ -54,11 +56,16 @@ def test_all_ranks_make_the_change_that_wins(pairs: Collection[set[int]], placem
 
     def agree(rank: int) -> RoleChange | None:
         group: Any = Slow(dist.ProcessGroupGloo(store, rank, RANKS, timedelta(seconds=30)), pairs)
+        told = count()
+
+        def tell(text: str) -> list[str]:
+            return exchange(store, f"told/{next(told)}", rank, text, range(RANKS), 30.0)
+
         # A narrow link costs their sum over half a second.
         state = {f"weight {number}": nn.Parameter(torch.ones(512, 512)) for number in range(12)}
         held = gather_state(state, torch.optim.SGD(state.values()))
         measured = [StageMeasurement(stage, 0.02, 0.02, 0.02, None) for stage in stages_of(rank % 2, placement)]
-        return agree_on_roles(group, Roles.initial(RANKS, 2), compiled.train, case, measured, held, HORIZON, DIRECT)
+        return agree_on_roles(tell, group, Roles.initial(RANKS, 2), compiled.train, case, measured, held, HORIZON, DIRECT)
 
     with ThreadPoolExecutor(RANKS) as threads:
         changes = list(threads.map(agree, range(RANKS)))

@@ -22,6 +22,7 @@ from adaptra.runtime.injection.faulty_transport import FaultyTransport
 from adaptra.runtime.membership.membership import Membership
 from adaptra.runtime.transports.base import Identity, Transport
 from adaptra.runtime.transports.c10d.c10d import C10dTransport
+from adaptra.runtime.transports.process_groups import Members
 from adaptra.runtime.transports.registry import create_transport
 
 Lost = tuple[str, int | None, tuple[int, int] | None, str | None, float]
@@ -59,8 +60,7 @@ def test_matrix(matrix: list[dict[str, str]], body: Callable[[Transport], None])
 
 def join_half(rank: int) -> None:
     dist.init_process_group("gloo")
-    halves: list[Any] = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    transport = C10dTransport(halves[rank % 2])
+    transport = C10dTransport(Members(f"half {rank % 2}", rank // 2, 2))
     assert (transport.rank, transport.world_size) == (rank // 2, 2)
     bodies.many_in_flight_both_ways(transport)
     # A thread serves a channel from its first message on.

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 import adaptra
 from adaptra.errors import AdaptraError
+from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.options.reduce_options import Reduce
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
 from adaptra.runtime.worker.step.replica_losses import ReplicaLosses
 from adaptra.runtime.worker.step.step_end import AllAtOnce, Certificate, Contribution
+from adaptra.runtime.world.world import WorkerId, World
 
 EARLIER = torch.tensor([0.1, 1e8])
 PARTS = [torch.tensor([0.3, -1e8]), torch.tensor([0.7, 3.0])]
@@ -31,7 +33,7 @@ class Rank:
             one.grad = EARLIER.clone()
         self.given: list[Tensor] = []
         self.parameters["hooked"].register_hook(lambda gradient: self.given.append(gradient.clone()))
-        losses = ReplicaLosses(None, reduction, len(PARTS))
+        losses = ReplicaLosses(Replicas(World.of_threads(1), WorkerId(0), ""), reduction, len(PARTS))
         self.end = AllAtOnce(self.parameters, (), (), losses, Reduce(), Monitor(0, (0,)), time.monotonic)
 
     def run(self, losses: Tensor) -> Certificate:

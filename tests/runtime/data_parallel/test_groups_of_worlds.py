@@ -14,7 +14,7 @@ from processes import run_processes
 from adaptra.errors import LaunchError
 from adaptra.program.roles import Roles
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
-from adaptra.runtime.transports.process_groups import raw_group
+from adaptra.runtime.transports.process_groups import Members, new_group
 from adaptra.runtime.world.world import ProcessId, WorkerId, World
 
 pytestmark = pytest.mark.processes
@@ -74,7 +74,7 @@ def refuse(rank: int) -> tuple[str, str]:
     """What another backend is told."""
     dist.init_process_group("gloo")
     with pytest.raises(LaunchError) as error:
-        raw_group("test", rank, 1, "mpi")
+        new_group(Members("test", rank, 1), "mpi")
     return type(error.value).__name__, str(error.value)
 
 

@@ -1,0 +1,110 @@
+"""What joins the workers of one world after the other: made of any of the job's processes, and ended with the world."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import run_processes
+from transport_bodies import SMALL, forward, make
+
+from adaptra.errors import LaunchError
+from adaptra.runtime.control_store import spare_clients
+from adaptra.runtime.launch.launch import Launch, launch
+from adaptra.runtime.transports.base import Transport
+from adaptra.runtime.world.world import Attempt, ProcessId, World
+
+pytestmark = pytest.mark.processes
+
+RANKS, ABSENT, EPOCHS = 3, 1, 5
+TIMEOUT = 60.0
+
+
+def exchange(transport: Transport) -> None:
+    """Send a message to the other worker, and receive its own."""
+    other = 1 - transport.rank
+    transport.reserve({(other, SMALL): 1})
+    identity = forward(0, source=transport.rank, destination=other)
+    sent = transport.send(other, identity, make(identity))
+    pending = transport.receive(other, forward(0, source=other, destination=transport.rank))
+    for got, expected in zip(pending.wait(TIMEOUT), make(pending.identity), strict=True):
+        assert torch.equal(got, expected)
+    sent.wait(TIMEOUT)
+    transport.release(pending)
+
+
+def enter(rank: int, with_delegate: bool) -> tuple[list[int], int] | None:
+    """This process's open files after each of some epochs without one process, and the clients opened meanwhile."""
+    dist.init_process_group("gloo")
+    addresses = ["127.0.0.1"] if with_delegate else []
+    launched: Launch = launch(RANKS, "c10d", {}, TIMEOUT, with_delegate=with_delegate, addresses=addresses)
+    job = launched.job
+    launched.meet(TIMEOUT)
+    everyone = launched.everyone
+    assert (everyone.rank(), everyone.size()) == (rank, RANKS)
+    opened: list[object] = []
+    opens = spare_clients._open
+    spare_clients._open = lambda pool: opened.append(pool) or opens(pool)
+    found: list[int] = []
+    if rank != ABSENT:
+        for epoch in range(1, EPOCHS):
+            hosts = (ProcessId(0), ProcessId(2))
+            world = World(epoch, 2, hosts if epoch % 2 else hosts[::-1])
+            after = launched.enter(world)
+            for transport in launched.transports:
+                transport.close()
+            launched.end()
+            launched = after
+            (transport,) = launched.transports
+            assert (transport.rank, transport.world_size) == (world.hosts.index(ProcessId(rank)), 2)
+            assert transport.attempt == Attempt(epoch)
+            exchange(transport)
+            gc.collect()
+            found.append(len(list(Path("/proc/self/fd").iterdir())))
+    registered = list(dist.distributed_c10d._world.pg_names.values())
+    assert len(registered) == 1, registered
+    dist.barrier()
+    for transport in launched.transports:
+        transport.close()
+    launched.end()
+    job.close()
+    launched.membership.close()
+    return (found, len(opened)) if found else None
+
+
+def meet_again(rank: int) -> list[list[str]]:
+    """What this rank reads in a later attempt, and in the next epoch, after it alone has met once more in the first attempt."""
+    dist.init_process_group("gloo")
+    launched = launch(2, "c10d", {}, TIMEOUT)
+    found = [launched.meet(TIMEOUT, text=f"first of {rank}")]
+    if rank == 0:
+        with pytest.raises(LaunchError, match="rank 1 did not answer"):
+            launched.meet(0.5, text="alone")
+    dist.barrier()
+    launched.transports[0].begin(Attempt(0, 1))
+    found.append(launched.meet(TIMEOUT, text=f"again of {rank}"))
+    after = launched.enter(launched.world.followed_by())
+    found.append(after.meet(TIMEOUT, text=f"next of {rank}"))
+    dist.barrier()
+    for transport in (*launched.transports, *after.transports):
+        transport.close()
+    after.membership.close()
+    return found
+
+
+def test_ranks_meet_in_each_attempt_anew() -> None:
+    expected = [[f"{when} of {rank}" for rank in range(2)] for when in ("first", "again", "next")]
+    assert run_processes(meet_again, 2) == [expected] * 2
+
+
+@pytest.mark.parametrize("with_delegate", [False, True])
+def test_a_world_is_joined_by_its_own_processes_and_ends_as_a_whole(with_delegate: bool) -> None:
+    results = run_processes(enter, RANKS, with_delegate)
+    assert results[ABSENT] is None
+    for rank in (0, 2):
+        files, opened = results[rank]
+        assert max(files) - min(files) < 3, files
+        assert opened == 0
