@@ -26,7 +26,6 @@ from adaptra.runtime.control.agreeing_ranks import AgreeingRanks
 from adaptra.runtime.control.agreement.same_rows import is_due, numbers_of
 from adaptra.runtime.control.callbacks import ControlCallbacks
 from adaptra.runtime.control.controller import CLOSE_SECONDS, Controller
-from adaptra.runtime.control.deciding.job_planning import JobPlanning
 from adaptra.runtime.control.deciding.policy import ControllerOptions
 from adaptra.runtime.control.deciding.replanning import Planning
 from adaptra.runtime.control.plans.events import EventKind
@@ -125,7 +124,7 @@ class Worker:
         )
         self.values: Final = RankValues(context, self._parts.factory, self._programs, self.numbers, self._meeting, self.check)
         # Replicas that compute for each other agree on one plan log.
-        log = job if isinstance(planning, JobPlanning) else transport
+        log = job if planning.replicas > 1 else transport
         first = log.rank - self.rank
         self.controller = Controller(
             AgreeingRanks(

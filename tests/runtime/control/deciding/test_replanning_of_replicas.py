@@ -13,7 +13,7 @@ from adaptra.planning.remedies.job_remedies import JobRemedy
 from adaptra.planning.routes.joined_programs import join
 from adaptra.program import Program
 from adaptra.runtime.control.agreement.preparation import Preparation
-from adaptra.runtime.control.deciding.job_planning import JobPlanning
+from adaptra.runtime.control.deciding.replanning import Planning
 from adaptra.runtime.control.mail.mail import Proposed
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.control.plans.plan import Plan
@@ -98,7 +98,7 @@ def test_a_job_that_only_scatters_is_not_shared() -> None:
 
 def test_a_plan_has_room_for_what_runs() -> None:
     """Whole microbatches may exceed a limit in bytes that the running program keeps: it stays, and nothing holds more."""
-    planning = JobPlanning(lambda _case, program: program, replicas=REPLICAS, ranks=STAGES)
+    planning = Planning(lambda _case, program: program, replicas=REPLICAS)
     tight = replace(CASE, cost=replace(COST, memory_limit=(1.0,) * STAGES))
     current = replace(plan_zero(), case=tight)
     costs = (COST, slow(1, 2.0))
@@ -108,7 +108,7 @@ def test_a_plan_has_room_for_what_runs() -> None:
 
 
 def test_edges_take_the_delegate_until_those_of_all_replicas_have_recovered() -> None:
-    planning = JobPlanning(lambda _case, program: program, replicas=REPLICAS, ranks=STAGES)
+    planning = Planning(lambda _case, program: program, replicas=REPLICAS)
     late = COST.with_latency(0, 1, 0.3)
     current = replace(plan_zero(), delegated=((0, 1),))
     for costs, expected in (((COST, late), ((0, 1),)), ((COST, COST), ())):
@@ -117,7 +117,7 @@ def test_edges_take_the_delegate_until_those_of_all_replicas_have_recovered() ->
 
 
 def test_edges_take_the_delegate_unless_all_go_round_them() -> None:
-    planning = JobPlanning(lambda _case, program: program, replicas=REPLICAS, ranks=STAGES)
+    planning = Planning(lambda _case, program: program, replicas=REPLICAS)
     late = COST.with_latency(0, 1, 0.3).with_latency(1, 0, 0.3)
     edges = (0, 1), (1, 0)
     for costs, at_home, remedy, expected in (
@@ -149,7 +149,7 @@ route 1 1 by 3,4,5
 
 
 def test_a_plan_that_does_not_suit_the_stages_is_refused() -> None:
-    planning = JobPlanning(lambda _case, program: program, replicas=REPLICAS, ranks=STAGES)
+    planning = Planning(lambda _case, program: program, replicas=REPLICAS)
     crossed = Program.parse(CROSSED)
     planning.check(crossed)
     with pytest.raises(ScheduleError, match=r"^crossed: deadlock: "):
@@ -168,7 +168,7 @@ def test_a_plan_keeps_its_remedy_as_json() -> None:
 
 def test_a_plan_of_other_workers_is_refused() -> None:
     routed, refused, ready = through(slow(1, 2.0))[ONSET + 3], list[str](), list[Plan]()
-    planning = JobPlanning(lambda _case, program: program, replicas=REPLICAS, ranks=STAGES)
+    planning = Planning(lambda _case, program: program, replicas=REPLICAS)
     for workers in (planning.workers(plan_zero().case), ((0, 1, 2),)):
         preparation = Preparation(
             0,
