@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from statistics import fmean
+from statistics import fmean, median
 from typing import Final
 
 from adaptra.errors import PlanError
@@ -214,9 +214,9 @@ class Planning:
     def _together(self, detection: Detection, case: Case) -> Case:
         """Return the job's case: the costs of each replica, and the memory of its ranks in microbatches."""
         costs = detection.by_replica or (detection.cost,) * self.replicas
-        nothing = (0.0,) * case.cost.stages
+        steps = tuple(map(median, zip(*(cost.update for cost in costs), strict=True)))  # with REDUCE, as it is measured
         memory = case.of_replicas(self.replicas).memory
-        updates = UpdateSeconds(nothing, nothing, barrier=detection.barrier)
+        updates = UpdateSeconds(steps, (0.0,) * case.stages, barrier=detection.barrier)
         measured = measured_case(costs, case.microbatches, updates, placement=case.placement, memory=memory)
         return replace(measured, changing=self.changing, at_home=self.at_home)
 

@@ -11,6 +11,7 @@ from job_world import CASE, COST, REPLICAS, STAGES, job_world, measured, plan_ze
 from adaptra.errors import ControlError, PlanError, ScheduleError
 from adaptra.planning.remedies.job_remedies import JobRemedy
 from adaptra.planning.routes.joined_programs import join
+from adaptra.planning.routes.steady_steps import PERIOD
 from adaptra.program import Program
 from adaptra.runtime.control.agreement.preparation import Preparation
 from adaptra.runtime.control.deciding.replanning import Planning
@@ -105,6 +106,18 @@ def test_a_plan_has_room_for_what_runs() -> None:
     plan, _ = planning.plan_for(Detection(9, (), costs[1], by_replica=costs), current, (), is_draft=False)
     held = [max(simulate(one, CASE.of_replicas(REPLICAS)).held) for one in (join([current.program] * 2), plan.program)]
     assert plan.remedy is JobRemedy.SHARE and held[1] <= held[0]
+
+
+def test_measured_updates_are_in_the_period_of_one_pipeline_and_of_several() -> None:
+    updated = replace(COST, update=(0.0, 0.3, 0.0))
+    detected = Detection(9, (), updated, by_replica=(updated, updated))
+    program, load = plan_zero().program, 4 * 0.12
+    for replicas in (1, REPLICAS):
+        planning = Planning(lambda case, program: PERIOD.plan(case, incumbent=program), replicas=replicas)
+        plan, _ = planning.plan_for(detected, plan_zero(), (), is_draft=False)
+        assert plan.predicted == planning.expect(plan.program, detected) <= planning.expect(program, detected)
+        assert load + 0.3 <= plan.bound * (1 + 1e-9) <= plan.predicted * (1 + 2e-9) and plan.predicted < load + 0.35
+        assert Plan.from_json(plan.to_json()).case.cost.update == (0.0, 0.3, 0.0)
 
 
 def test_edges_take_the_delegate_until_those_of_all_replicas_have_recovered() -> None:
