@@ -13,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from itertools import permutations
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 from torch import distributed
@@ -35,6 +36,8 @@ FOR_EVER: Final = timedelta(days=7)
 _LAZY: Final = "TORCH_GLOO_LAZY_INIT"
 """The environment variable by which torch has gloo's members meet at a message instead."""
 _ENDED: Final = "adaptra ended"
+_OWN: Final[WeakSet[ProcessGroup]] = WeakSet()
+"""The groups of :func:`new_group`, of which torch.distributed has a record as of those of the user's code."""
 _PROBE_TAG: Final = 2**31 - 2
 """The tag of messages that nobody receives."""
 
@@ -79,9 +82,25 @@ def new_group(
             timeout=timeout or internals._get_default_timeout(backend),
         )
     group: ProcessGroup = found[0]
+    _OWN.add(group)
     internals._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(members)}
     keep_store_from_children(group.get_group_store())
     return group
+
+
+def collectives_of_user(processes: Collection[int]) -> int:
+    """Return how many collectives the user's code has called in this process, over groups that hold all these processes.
+
+    Only differences tell something. With gloo, messages between two processes of such a group count too. A backend without
+    sequence numbers tells nothing.
+    """
+    internals: Any = distributed_c10d
+    count = 0
+    for group, rank_of in internals._world.pg_group_ranks.items():
+        if group not in _OWN and all(process in rank_of for process in processes):
+            with contextlib.suppress(RuntimeError):
+                count += group._get_sequence_number_for_group()
+    return count
 
 
 def raw_group(name: str, rank: int, size: int, backend: str | None = None) -> ProcessGroup:

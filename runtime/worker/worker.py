@@ -44,6 +44,7 @@ from adaptra.runtime.rdma.watch import RdmaEvent, watch
 from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.telemetry.start import agree_on_run
 from adaptra.runtime.transports.base import Identity
+from adaptra.runtime.transports.process_groups import collectives_of_user
 from adaptra.runtime.worker.call_numbers import CallNumbers
 from adaptra.runtime.worker.last_steps import LastSteps
 from adaptra.runtime.worker.rank_values import RankValues
@@ -176,6 +177,8 @@ class Worker:
             TransportError: A message could not be exchanged.
         """
         step = self.numbers.next_step
+        if self.numbers.collectives not in (None, self._collectives()):
+            self.monitor.meet(all_ranks=True)
         with self._reporting_errors():
             plan = self.controller.plan_for(step)
             goes_home = not plan.program.is_one_pipeline and self._has_any_replica(shape != FIRST)
@@ -194,7 +197,13 @@ class Worker:
             self._telemetry.end_step(measurement, self.monitor.kept[-1])
         flat = self._whole(step, outputs, executor.program, to_all=to_all)
         self.numbers.next_step += 1
+        self.numbers.collectives = self._collectives()
         return losses, flat
+
+    def _collectives(self) -> int:
+        """Return how often the user's own code has had all ranks of this pipeline meet, and maybe others."""
+        world = self._context.world
+        return collectives_of_user(world.hosts_of(world.pipeline(self._context.replica)))
 
     def _has_any_replica(self, found: bool) -> bool:
         """Return whether this holds on any replica. All of them ask."""
