@@ -119,6 +119,7 @@ class PipelineSpec:
             remedies,
             draft,
             activation_bytes=peaks,
+            fills_free=room is not None,
             replicas=1 if is_alone else self.replicas,
             seconds=options.planning_seconds,
             changing=frozenset(changed_buffers(compiled)),

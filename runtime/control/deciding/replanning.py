@@ -25,6 +25,7 @@ from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.job import alike_case
 from adaptra.simulation.simulate import simulate
+from adaptra.sizes import size_text
 
 LONGEST_SEARCH: Final = 0.2
 """Seconds of the longest search for remedies of several replicas: with more, it finds hardly any better ones."""
@@ -72,6 +73,8 @@ class Planning:
         ahead_of_need: How many messages ahead of need the receives of each channel are posted when a program is lowered for a
             cost model; see :meth:`adaptra.passes.insert_comm.InsertComm.ahead_of_need`.
         activation_bytes: The most bytes of activations on each rank at a time under a program, where they are known.
+        fills_free: Whether the limits of memory are what the devices have free, as the user gave none. A plan's reason then
+            says how much of that it uses.
         replicas: The number of replicas that are planned together.
         seconds: The longest search for remedies of several replicas, in seconds, at most :data:`LONGEST_SEARCH`.
         changing: The stages whose forwards change buffers, which workers hand over.
@@ -83,6 +86,7 @@ class Planning:
     draft: Callable[[Case, Program], Program] | None = None
     ahead_of_need: Callable[[Program, CostModel], Mapping[Channel, int]] = nothing_ahead
     activation_bytes: Callable[[Program], tuple[int, ...]] | None = None
+    fills_free: bool = False
     replicas: int = 1
     seconds: float = LONGEST_SEARCH
     changing: frozenset[int] = frozenset()
@@ -135,6 +139,7 @@ class Planning:
             detection, rounded = detection.with_occupancies(exact, BFLOAT16_SHARE), tuple(sorted({*rounded, *exact}))
             case, program, reason = replace(case, cost=rounding.cost), rounding.program, f"{reason}; {rounding.change}"
         predicted, bound = self.expect(program, detection), step_bound(case)
+        reason = (reason + self._room_used(program, current.program))[:MAX_REASON]
         return Plan(current.version, program, case, predicted, bound, reason, delegated, rounded), remedies
 
     def expect(self, program: Program, detection: Detection) -> float:
@@ -206,10 +211,24 @@ class Planning:
         delegated = tuple(sorted(asked | {edge for edge in current.delegated if _slow_links(case, edge)}))
         moved = ", ".join(f"{source}→{to}" for source, to in delegated if (source, to) not in current.delegated)
         what = f"{best.what}; edges that take the delegate: {moved}" if moved else best.what
-        reason = f"{detection.reason}; {what}; {compared}"[:MAX_REASON]
+        used = self._room_used(program, current.program)
+        reason = f"{detection.reason}; {what}{used}; {compared}"[:MAX_REASON]
         planned = replace(current.case, cost=detection.cost, barrier=detection.barrier)
         remedy = current.remedy if is_kept else best.kind
         return Plan(current.version, program, planned, best.period, best.bound, reason, delegated, remedy=remedy)
+
+    def _room_used(self, program: Program, running: Program) -> str:
+        """Return the end of a reason that says by how much a rank keeps more than now, since its device has room for it."""
+        if not self.fills_free or self.activation_bytes is None:
+            return ""
+        before, after = self.activation_bytes(running), self.activation_bytes(program)
+        if len(before) != len(after):
+            return ""
+        _, rank = max((now - was, rank) for rank, (was, now) in enumerate(zip(before, after, strict=True)))
+        if after[rank] <= before[rank]:
+            return ""
+        now, was = size_text(after[rank]), size_text(before[rank])
+        return f"; the devices have room: activations of up to {now} on rank {rank} instead of {was}"
 
     def _together(self, detection: Detection, case: Case) -> Case:
         """Return the job's case: the costs of each replica, and the memory of its ranks in microbatches."""
