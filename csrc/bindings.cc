@@ -150,6 +150,7 @@ schedule::Cost to_cost(nb::handle model) {
   cost.memory_input_grad = numbers(model, "memory_input_grad");
   const nb::object limit = nb::getattr(model, "memory_limit");
   if (!limit.is_none()) cost.memory_limit = nb::cast<std::vector<double>>(limit);
+  cost.update = numbers(model, "update");
   return cost;
 }
 

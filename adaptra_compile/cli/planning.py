@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -15,12 +14,15 @@ from adaptra.report import drawing, picture
 from adaptra.report.files import write_whole
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.simulate import lower_bound, simulate
+from adaptra.simulation.simulate import Simulation, lower_bound, simulate
 
 if TYPE_CHECKING:
     from adaptra.planning.exact import Exact
 
 _PROGRAM_SUFFIXES: Final = (".sched", ".csv")
+
+_EQUAL: Final = 1e-9
+"""Relative tolerance between a period and its bound, which are sums in another order."""
 
 
 def run_plan(options: Namespace, case: Case) -> str:
@@ -39,9 +41,7 @@ def run_plan(options: Namespace, case: Case) -> str:
     if options.uncertain is not None:
         return _robust(options, case)
     exact = None if options.exact is None else _exact(options, case)
-    if options.compare is not None:
-        case = replace(case, barrier=True)  # a comparison is of makespans
-    planned = planned_for(case, options.in_flight, options.budget) if exact is None else exact.program
+    planned = planned_for(case, options.in_flight, options.budget) if exact is None else _shortest(options, case, exact)
     program = _write_program(options, case, planned)
     if options.compare is not None:
         return _compare(options, case, planned)
@@ -50,14 +50,12 @@ def run_plan(options: Namespace, case: Case) -> str:
     simulation, bound, period_bound = simulate(planned, case.cost), lower_bound(case), PERIOD.bound(case)
     draw_timeline(options, case, simulation)
     if options.json:
-        proof = {} if exact is None else {"exact_bound": exact.bound, "proven": exact.proven}
+        is_proven = exact is not None and _is_proven(case, exact, simulation)
+        proof = {} if exact is None else {"exact_bound": exact.bound, "proven": is_proven}
         return as_json({"program": str(program)} | figures(case, simulation, bound, period_bound) | proof)
     if options.output is None:
         return str(program)
-    proven = (
-        "" if exact is None else f"exact    {'proven: ' if exact.proven else ''}no order is shorter than {exact.bound:.10g}\n"
-    )
-    return headline(case, simulation, bound, period_bound) + proven
+    return headline(case, simulation, bound, period_bound) + ("" if exact is None else _proof(case, exact, simulation))
 
 
 def _write_program(options: Namespace, case: Case, planned: Program) -> Program:
@@ -71,29 +69,36 @@ def _write_program(options: Namespace, case: Case, planned: Program) -> Program:
 def _robust(options: Namespace, case: Case) -> str:
     from adaptra.cli.inputs import read_uncertain
     from adaptra.planning.robust import Objective, robust_plan
+    from adaptra.planning.routes.steady_steps import PERIOD, timing_of
     from adaptra.simulation.scenarios import delay_scenarios
 
     scenarios = delay_scenarios(case.cost, read_uncertain(options.uncertain))
+    timing = timing_of(barrier=case.barrier)
     found = robust_plan(
-        case, scenarios, objective=Objective(options.objective), in_flight=options.in_flight, budget=options.budget
+        case,
+        scenarios,
+        objective=Objective(options.objective),
+        in_flight=options.in_flight,
+        budget=options.budget,
+        timing=timing,
     )
     program = _write_program(options, case, found.program)
-    simulation, bound = simulate(found.program, case.cost), lower_bound(case)
+    simulation, bound, period_bound = simulate(found.program, case.cost), lower_bound(case), PERIOD.bound(case)
     draw_timeline(options, case, simulation)
     if options.json:
         scenario_figures = {
             "expected": found.expected,
             "worst": found.worst,
-            "makespans": found.makespans,
+            f"{timing.name}s": found.times,
             "bounds": found.bounds,
         }
-        return as_json({"program": str(program)} | figures(case, simulation, bound) | scenario_figures)
+        return as_json({"program": str(program)} | figures(case, simulation, bound, period_bound) | scenario_figures)
     if options.output is None:
         return str(program)
     return (
-        headline(case, simulation, bound)
-        + f"expected {found.expected:.10g} over {len(scenarios)} scenarios of {found.candidates} plans compared\n"
-        + f"worst    {found.worst:.10g}\n"
+        headline(case, simulation, bound, period_bound)
+        + f"expected {timing.name} {found.expected:.10g} over {len(scenarios)} scenarios of {found.candidates} plans compared\n"
+        + f"worst    {timing.name} {found.worst:.10g}\n"
     )
 
 
@@ -101,6 +106,31 @@ def _exact(options: Namespace, case: Case) -> Exact:
     from adaptra.planning.exact import solve_exactly
 
     return solve_exactly(case, in_flight=options.in_flight, seconds=options.exact)
+
+
+def _shortest(options: Namespace, case: Case, exact: Exact) -> Program:
+    """Return the solver's program of the shortest makespan, or without a barrier the one found from it that repeats soonest."""
+    from adaptra.planning.routes.steady_steps import PERIOD
+
+    return exact.program if case.barrier else PERIOD.plan(case, in_flight=options.in_flight, incumbent=exact.program)
+
+
+def _is_proven(case: Case, exact: Exact, simulation: Simulation) -> bool:
+    """Return whether no program is shorter: by the solver behind a barrier, otherwise because the period is at its bound."""
+    from adaptra.planning.routes.steady_steps import PERIOD
+
+    return exact.proven if case.barrier else simulation.period <= PERIOD.bound(case) * (1 + _EQUAL)
+
+
+def _proof(case: Case, exact: Exact, simulation: Simulation) -> str:
+    """Return a line about what is proven of the time that counts, and of the makespan."""
+    proven = "proven: " if _is_proven(case, exact, simulation) else ""
+    if case.barrier:
+        return f"exact    {proven}no order is shorter than {exact.bound:.10g}\n"
+    from adaptra.planning.routes.steady_steps import PERIOD
+
+    least = f"{'the least is' if exact.proven else 'at least'} {exact.bound:.10g}"
+    return f"exact    {proven}no order repeats sooner than {PERIOD.bound(case):.10g}; of all makespans {least}\n"
 
 
 def _compare(options: Namespace, case: Case, planned: Program) -> str:
@@ -114,7 +144,11 @@ def _compare(options: Namespace, case: Case, planned: Program) -> str:
         picture.draw(timelines, options.picture, slow_edges=options.slow_edge or edges_to_mark(case.cost))
     if options.json:
         return as_json(
-            {"case": case.name, "bound": found.bound.value, "runs": [figures(case, run, found.bound) for run in found.runs]}
+            {
+                "case": case.name,
+                "bound": found.bound.value,
+                "runs": [figures(case, run, lower_bound(case)) for run in found.runs],
+            }
         )
     return tables.comparison(found, line_width(options))
 

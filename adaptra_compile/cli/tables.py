@@ -32,13 +32,16 @@ def comparison(found: Comparison, width: int) -> str:
     """Return a table with one row per schedule, in the requested order."""
     case, bound = found.case, found.bound
     title = f"{case.name}: {case.cost.stages} stages, {case.microbatches} microbatches, bound {bound}"
-    table = _table("schedule", "makespan", "÷ bound", "in flight", "bubble", "memory")
+    names = ("makespan", "period") if case.barrier else ("period", "makespan")
+    table = _table("schedule", names[0], "÷ bound", names[1], "in flight", "bubble", "memory")
     for run in found.runs:
         over = ", ".join(map(str, run.over_memory))
+        counts, beside = (run.makespan, run.period) if case.barrier else (run.period, run.makespan)
         table.add_row(
             run.program.name,
-            f"{run.makespan:.10g}",
-            _ratio(run.makespan, bound.value),
+            f"{counts:.10g}",
+            _ratio(counts, bound.value),
+            f"{beside:.10g}",
             str(max(run.peak_in_flight)),
             percent(run.bubble_ratio),
             f"over on rank {over}" if over else "fits" if case.cost.memory_limit else "no limit",
@@ -66,13 +69,13 @@ def job_comparison(case: Case, found: Sequence[tuple[str, Simulation]], bound: P
 
 
 def sweep(found: Sweep, width: int) -> str:
-    """Return a table with one row per delay and one column per schedule. Makespans over the memory limit are in brackets."""
+    """Return a table with one row per delay and one column per schedule. Times over the memory limit are in brackets."""
     edges = ", ".join(f"{source}→{destination}" for source, destination in found.edges)
-    table = _table("delay", "bound", *found.makespans)
+    table = _table("delay", "bound", *found.times)
     for row, (delay, bound) in enumerate(zip(found.delays, found.bounds, strict=True)):
         cells = [
-            f"({makespans[row]:.6g})" if found.over_memory[name][row] else f"{makespans[row]:.6g}"
-            for name, makespans in found.makespans.items()
+            f"({times[row]:.6g})" if found.over_memory[name][row] else f"{times[row]:.6g}"
+            for name, times in found.times.items()
         ]
         table.add_row(f"{delay:.6g}", f"{bound:.6g}", *cells)
     return _text(f"{found.case.name}: step time, delay added on edge {edges}", table, width)

@@ -41,11 +41,11 @@ class Objective(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RobustPlan:
-    """A plan and its makespan, or period, under every scenario. Times are in the scenarios' unit.
+    """A plan and its time under every scenario. Times are in the scenarios' unit.
 
     Attributes:
         program: The plan.
-        makespans: The plan's simulated makespan per scenario, or its period.
+        times: The plan's simulated time per scenario: the makespan, or the period.
         bounds: The bound per scenario, each for a plan made for that scenario alone.
         expected: The weighted mean of these times.
         worst: The longest of them.
@@ -53,7 +53,7 @@ class RobustPlan:
     """
 
     program: Program
-    makespans: tuple[float, ...]
+    times: tuple[float, ...]
     bounds: tuple[float, ...]
     expected: float
     worst: float
@@ -101,15 +101,15 @@ def robust_plan(
         runs = [simulate(program, cost) for cost in costs]
         if any(run.over_memory for run in runs) or any(map(int.__gt__, runs[0].peak_in_flight, limits)):
             continue
-        makespans = tuple(timing.of(program, cost) for cost in costs)
-        expected, worst = _expected(makespans, weights), max(makespans)
+        times = tuple(timing.of(program, cost) for cost in costs)
+        expected, worst = _expected(times, weights), max(times)
         score = (expected, worst) if objective is Objective.EXPECTED else (worst, expected)
         if best is None or score < best[0]:
-            best = score, program, makespans
+            best = score, program, times
     assert best is not None, "the plans for the scenarios are within the limits"
-    _, program, makespans = best
+    _, program, times = best
     bounds = tuple(timing.bound(replace(case, cost=cost)) for cost in costs)
-    return RobustPlan(program, makespans, bounds, _expected(makespans, weights), max(makespans), len(programs))
+    return RobustPlan(program, times, bounds, _expected(times, weights), max(times), len(programs))
 
 
 def _check(case: Case, scenarios: Sequence[Scenario]) -> None:
@@ -145,9 +145,9 @@ def _candidates(
             yield generate(name, case.cost.stages, case.microbatches)
 
 
-def _expected(makespans: Sequence[float], weights: Sequence[float]) -> float:
+def _expected(times: Sequence[float], weights: Sequence[float]) -> float:
     """Return the weighted mean. ``fsum`` makes it independent of the order of the scenarios."""
-    weighted = (makespan * weight for makespan, weight in zip(makespans, weights, strict=True))
+    weighted = (time * weight for time, weight in zip(times, weights, strict=True))
     return math.fsum(weighted) / math.fsum(weights)
 
 

@@ -1,4 +1,4 @@
-"""A picture of makespans against the delay of an edge: one line per schedule, and the makespan bound."""
+"""A picture of times of a step against the delay of an edge: one line per schedule, and the bound."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def _compose(figure: Figure, sweep: Sweep, title: str | None) -> None:
     axes = figure.add_axes((0.085, 0.115, 0.58, 0.77))
     axes.fill_between(sweep.delays, sweep.bounds, color=_GROUND, linewidth=0, zorder=1)
     axes.plot(sweep.delays, sweep.bounds, color="#777777", linewidth=1.0, zorder=1.5)
-    for name, makespans in sweep.makespans.items():
-        _line(axes, sweep, name, makespans)
-    highest = max((*sweep.bounds, *(time for found in sweep.makespans.values() for time in found)))
+    for name, times in sweep.times.items():
+        _line(axes, sweep, name, times)
+    highest = max((*sweep.bounds, *(time for found in sweep.times.values() for time in found)))
     axes.set_xlim(sweep.delays[0], sweep.delays[-1] if sweep.delays[-1] > sweep.delays[0] else sweep.delays[0] + 1)
     axes.set_ylim(0, highest * 1.04)
     axes.text(
@@ -75,25 +75,25 @@ def _edges(sweep: Sweep) -> str:
     return ("between stages " if edges == both else "on edge ") + ", ".join(names)
 
 
-def _line(axes: Axes, sweep: Sweep, name: str, makespans: tuple[float, ...]) -> None:
+def _line(axes: Axes, sweep: Sweep, name: str, times: tuple[float, ...]) -> None:
     """Draw one schedule, dotted between neighbouring delays if it exceeds the memory limit at one of them."""
     over = sweep.over_memory[name]
     width = 2.4 if name == "adapted" else 1.5
     marker = "o" if len(sweep.delays) <= _MARKED_STEPS else None
     style: dict[str, Any] = {"color": _COLOURS[name], "linewidth": width, "zorder": 4 if name == "adapted" else 3}
-    for index in range(len(makespans) - 1):
+    for index in range(len(times) - 1):
         part = slice(index, index + 2)
-        axes.plot(sweep.delays[part], makespans[part], linestyle=":" if any(over[part]) else "-", **style)
-    if marker is not None or len(makespans) == 1:
-        axes.plot(sweep.delays, makespans, linestyle="none", marker="o", markersize=3.2, **style)
+        axes.plot(sweep.delays[part], times[part], linestyle=":" if any(over[part]) else "-", **style)
+    if marker is not None or len(times) == 1:
+        axes.plot(sweep.delays, times, linestyle="none", marker="o", markersize=3.2, **style)
 
 
 def _label_ends(axes: Axes, sweep: Sweep, height: float) -> None:
     """Write names beside the ends of the lines, from the bottom up, moved apart if they would touch."""
     ends: list[tuple[str, str, float]] = []
-    for name, makespans in sweep.makespans.items():
+    for name, times in sweep.times.items():
         over = " (over memory)" if any(sweep.over_memory[name]) else ""
-        ends.append((_MEANING.get(name, name) + over, _COLOURS[name], makespans[-1]))
+        ends.append((_MEANING.get(name, name) + over, _COLOURS[name], times[-1]))
     ends.sort(key=lambda end: end[2])
     places: list[float] = []
     for _, _, value in ends:

@@ -116,6 +116,8 @@ class Case:
         object.__setattr__(self, "cost", self.cost.placed(self.placement))
         if self.replicas > 1:
             self.check_edges()
+            if any(self.cost.update):
+                raise CaseError(f"{self.name}: t_update: expected none with several replicas, which have t_opt and t_reduce")
         self._check_workers()
         self._check_stages()
 
@@ -135,7 +137,8 @@ class Case:
     def of_replicas(self, replicas: int, step: float = 0.0, reduce: float = 0.0) -> Case:
         """Return the case of several replicas of this pipeline, all alike.
 
-        A limit of memory becomes one of whole microbatches, as if each held all of its memory from F to the end of W.
+        A limit of memory becomes one of whole microbatches, as if each held all of its memory from F to the end of W. The
+        updates of the cost model become part of STEP.
 
         Args:
             replicas: The number of replicas.
@@ -151,8 +154,9 @@ class Case:
             pairs = zip(cost.memory_limit, held_by, strict=True)
             most = replicas * self.microbatches * self.stages
             memory = tuple(most if held == 0.0 else int(limit / held + 1e-9) for limit, held in pairs)
-        times = (step,) * self.stages, (reduce,) * self.stages
-        return replace(self, replicas=replicas, step=times[0], reduce=times[1], memory=memory)
+        steps, reduces = tuple(step + update for update in cost.update), (reduce,) * self.stages
+        cost = replace(cost, update=())
+        return replace(self, cost=cost, replicas=replicas, step=steps, reduce=reduces, memory=memory)
 
     def check_edges(self) -> None:
         """Refuse ways of communication that only the simulator of one pipeline knows.
@@ -312,6 +316,7 @@ class Case:
             "mem_cap": None if cost.memory_limit is None else list(cost.memory_limit),
             "placement": placement_lists(self.placement),
             "barrier": self.barrier,
+            **({"t_update": list(cost.update)} if any(cost.update) else {}),
         }
 
     def _check_sizes(self) -> None:
@@ -373,7 +378,7 @@ class Case:
 
 
 _PIPELINE_FIELDS: Final = frozenset(
-    "version S M t_f t_b t_w c_f c_b o_f o_b duplex blocking_comm mem_cap mem_f mem_b placement barrier".split()
+    "version S M t_f t_b t_w c_f c_b o_f o_b duplex blocking_comm mem_cap mem_f mem_b placement barrier t_update".split()
 )
 _JOB_FIELDS: Final = frozenset(
     "version name P S M placement t_f t_i t_w t_opt t_reduce c c_b o o_b links ports slow lost handover".split()
@@ -424,6 +429,7 @@ def _pipeline_of(fields: CaseFields, name: str) -> Case:
         memory_forward=fields.numbers("mem_f", stages, 1),
         memory_input_grad=fields.numbers("mem_b", stages, 0.5),
         memory_limit=None if fields.given("mem_cap", None) is None else fields.numbers("mem_cap", ranks),
+        update=fields.numbers("t_update", stages, 0),
     )
     return Case(cost, microbatches, placement, name, fields.flag("barrier"))
 

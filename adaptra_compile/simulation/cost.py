@@ -47,6 +47,8 @@ class CostModel:
         memory_forward: Memory of one microbatch on a stage from the start of F, one per stage.
         memory_input_grad: The part of it that is freed when I ends; W frees the rest when it ends.
         memory_limit: The memory limit of each rank, or None.
+        update: Time from a rank's last op of a step until it is ready for the next one, one per stage. In it are the sum of
+            gradients over replicas, the optimizer and the next batch. A rank takes that of all its stages.
     """
 
     forward: tuple[float, ...]
@@ -61,6 +63,7 @@ class CostModel:
     memory_forward: tuple[float, ...] = ()
     memory_input_grad: tuple[float, ...] = ()
     memory_limit: tuple[float, ...] | None = None
+    update: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
@@ -70,7 +73,9 @@ class CostModel:
             object.__setattr__(self, "memory_forward", (1.0,) * stages)
         if not self.memory_input_grad:
             object.__setattr__(self, "memory_input_grad", tuple(0.5 * held for held in self.memory_forward))
-        for name in ("forward", "input_grad", "weight_grad", "memory_forward", "memory_input_grad"):
+        if not self.update:
+            object.__setattr__(self, "update", (0.0,) * stages)
+        for name in ("forward", "input_grad", "weight_grad", "memory_forward", "memory_input_grad", "update"):
             check_numbers(name, getattr(self, name), stages)
         for name in ("latency_forward", "latency_backward", "occupancy_forward", "occupancy_backward"):
             check_numbers(name, getattr(self, name), stages - 1)

@@ -84,6 +84,10 @@ class Fields:
         value = self._take(name)
         return None if value is None else self._number(name, value)
 
+    def number_if_there(self, name: str) -> float | None:
+        """Read a finite number that is not negative. A field that writers may omit is None."""
+        return self.number(name) if name in self._left else None
+
     def wholes_or_none(self, name: str) -> tuple[int, ...] | None:
         """Read a list of whole numbers that are not negative. Null is None."""
         value = self._take(name)

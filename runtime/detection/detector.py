@@ -12,6 +12,7 @@ same way.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -125,6 +126,7 @@ class Detector:
         self._occupancies: dict[tuple[int, int], Level] = {}
         self._paths: dict[tuple[int, int], LossyPath] = {}
         self._flapping = FlapDamping(self._options.relapse)
+        self._updates: dict[int, deque[float]] = {}
 
     @property
     def cost(self) -> CostModel:
@@ -146,7 +148,7 @@ class Detector:
         return self._step_noise.deviation_of(steps)
 
     def _latest_cost(self) -> CostModel:
-        cost = self._cost
+        cost = self._with_updates()
         for stage, level in self._stages.items():
             if level.level > 0.0:
                 ratio = level.latest / level.level
@@ -159,6 +161,13 @@ class Detector:
                 occupancy = min(max(self._occupancies[edge].latest, 0.0), flight)
                 cost = cost.with_occupancy(*edge, occupancy).with_latency(*edge, flight - occupancy)
         return cost
+
+    def _with_updates(self) -> CostModel:
+        """Return the costs with the usual update of each rank, which counts as that of its first stage."""
+        if not self._updates:
+            return self._cost
+        usual = {stage: median(measured) for stage, measured in self._updates.items()}
+        return replace(self._cost, update=tuple(usual.get(stage, 0.0) for stage in range(self._cost.stages)))
 
     @property
     def slow_edges(self) -> tuple[tuple[int, int], ...]:
@@ -191,6 +200,9 @@ class Detector:
             return None
         seconds = max(measurement.seconds for measurement in measurements)
         self._step_noise.observe(seconds)
+        for one in measurements:
+            if one.update is not None and one.stages:
+                self._updates.setdefault(one.stages[0].stage, deque(maxlen=self._options.memory)).append(one.update)
         if not self._is_calibrated:
             for stage in stages:
                 self._calibration.stages.setdefault(stage.stage, []).append(stage)
@@ -215,6 +227,7 @@ class Detector:
         changes = tuple(change for change in moved if change is not None)
         if not changes:
             return None
+        self._cost = self._with_updates()
         return Detection(step, changes, self._cost, self._scenarios(), self._flapping.hold_off(changes), noise)
 
     def foresee(self, measurements: Sequence[StepMeasurement]) -> Detection | None:
@@ -256,6 +269,7 @@ class Detector:
             return None
         self._calibrate()
         self._is_calibrated = True
+        self._cost = self._with_updates()
         return Detection(step, (), self._cost)
 
     def _agree(self, totals: Sequence[float]) -> bool:

@@ -14,6 +14,7 @@ from adaptra.simulation.cost import CostModel
 MEASURED: Final = (
     *("forward", "input_grad", "weight_grad"),
     *("latency_forward", "latency_backward", "occupancy_forward", "occupancy_backward"),
+    "update",
 )
 """The costs that steps measure; the others, such as memory, are the same in all replicas."""
 
@@ -73,12 +74,26 @@ class JobDetector:
         ask: Callable[[Detector, Sequence[StepMeasurement]], Detection | None],
     ) -> Detection | None:
         of_replica: list[list[StepMeasurement]] = [[] for _ in self._detectors]
-        for one in measurements:
+        for one in self._without_waits(measurements):
             of_replica[one.rank // self._workers].append(one)
         found = [ask(detector, mine) for detector, mine in zip(self._detectors, of_replica, strict=True)]
         if all(one is None for one in found):
             return None
         return self._joined(measurements[0].step, found)
+
+    def _without_waits(self, measurements: Sequence[StepMeasurement]) -> list[StepMeasurement]:
+        """Return the measurements with updates in which no replica waits for another one: with the shortest REDUCE of all."""
+        shortest: dict[int, float] = {}
+        for one in measurements:
+            if one.reduce is not None:
+                place = one.rank % self._workers
+                shortest[place] = min(shortest.get(place, one.reduce.seconds), one.reduce.seconds)
+        return [
+            one
+            if one.update is None or one.reduce is None
+            else replace(one, update=max(one.update - one.reduce.seconds, 0.0) + shortest[one.rank % self._workers])
+            for one in measurements
+        ]
 
     def _joined(self, step: int, found: Sequence[Detection | None]) -> Detection:
         """Return what the detectors of all replicas have found as one detection. Those that found nothing keep their costs.

@@ -124,6 +124,8 @@ class StepMeasurement:
             machine.
         reduce: The rank's REDUCE at the end of the step before. None without other replicas, and in the first step.
         has_met: Whether the rank has met all others between the step before and this one.
+        update: The seconds from the rank's last op of the step before until it was ready for this one. In them are its REDUCE,
+            the user's optimizer and data. None if another call was between, or if ranks waited for each other.
     """
 
     rank: int
@@ -134,6 +136,7 @@ class StepMeasurement:
     pause: float = 0.0
     reduce: ReduceTimes | None = None
     has_met: bool = False
+    update: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON object that :meth:`from_json` reads back to an equal measurement."""
@@ -163,6 +166,8 @@ class StepMeasurement:
         }
         if self.reduce is not None:
             fields["reduce"] = _reduce_to_json(self.reduce)
+        if self.update is not None:
+            fields["update"] = self.update
         return fields | ({"has_met": True} if self.has_met else {})
 
     @staticmethod
@@ -182,6 +187,7 @@ class StepMeasurement:
             pause=fields.number("pause"),
             reduce=None if (reduce := fields.raw_or_none("reduce")) is None else _read_reduce(reduce),
             has_met=fields.flag_or_false("has_met"),
+            update=fields.number_if_there("update"),
         )
         fields.end()
         return measurement

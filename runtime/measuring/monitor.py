@@ -296,14 +296,14 @@ class Monitor:
         """
         records, ready = self._finished(step, start, end)
         edges = self._measure_edges(records, shape)
-        reduce = self._measure_reduce(records, ready, edges)
+        reduce, update = self._measure_reduce(records, ready, edges), self._measure_update(records, ready)
         self.begin_step()
         has_met, self._between = self._between.has_met, _Between(is_nothing=True)
         self._kept.append(records)
         durations = _durations(records)
         pause = max((max(values) - median(values) for values in durations.values()), default=0.0)
         stages = self._measure_stages(durations)
-        return StepMeasurement(self._rank, step, records.end - start, stages, edges, pause, reduce, has_met)
+        return StepMeasurement(self._rank, step, records.end - start, stages, edges, pause, reduce, has_met, update)
 
     @property
     def kept(self) -> tuple[StepRecords, ...]:
@@ -369,6 +369,13 @@ class Monitor:
             exposed = exposed_seconds(start, end, computed, ready, self._first.arrival(usual))
         self._kept[-1] = replace(before, reduce=before.reduce._replace(exposed=exposed))
         return ReduceTimes(before.step, end - start, exposed, nbytes)
+
+    def _measure_update(self, records: StepRecords, ready: float) -> float | None:
+        """Return the seconds between the last op of the step before these records and the rank's readiness for them."""
+        before = self._kept[-1] if self._kept else None
+        if before is None or not (self._between.is_nothing and before.ops and records.ops):
+            return None
+        return max(ready - max(op.end for op in before.ops), 0.0)
 
     def _stall_tracker(self, edge: tuple[int, int], shape: int) -> StallTracker:
         tracker = self._stalling.setdefault((*edge, shape), StallTracker())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import defaultdict
+from collections.abc import Collection
 from datetime import timedelta
 from itertools import permutations
 from typing import Any, Final, NamedTuple
@@ -77,6 +78,21 @@ class Members(NamedTuple):
     def part(self, name: str) -> Members:
         """Return the same members under a name within theirs."""
         return self._replace(name=f"{self.name}/{name}")
+
+
+def collectives_of_user(processes: Collection[int]) -> int:
+    """Return how many collectives the user's code has called in this process, over groups that hold all these processes.
+
+    Only differences tell something. With gloo, messages between two processes of such a group count too. A backend without
+    sequence numbers tells nothing. torch.distributed has no record of adaptra's own groups.
+    """
+    internals: Any = distributed_c10d
+    count = 0
+    for group, rank_of in internals._world.pg_group_ranks.items():
+        if all(process in rank_of for process in processes):
+            with contextlib.suppress(RuntimeError):
+                count += group._get_sequence_number_for_group()
+    return count
 
 
 def new_group(members: Members, backend: str | None = None, timeout: timedelta | None = None) -> ProcessGroup:

@@ -15,6 +15,7 @@ class CallNumbers:
         steps_before: The number of training steps before this worker's first one, which random numbers add to the step.
         evaluations: The number of evaluations so far.
         timelines: The number of timelines that were gathered.
+        collectives: The number of the user's own collectives over all ranks when the last step ended; None before that.
         compared: How often a batch of each call was offered to the comparison with those of other ranks.
     """
 
@@ -22,6 +23,7 @@ class CallNumbers:
     steps_before: int = 0
     evaluations: int = 0
     timelines: int = 0
+    collectives: int | None = None
     compared: Counter[str] = field(default_factory=Counter[str])
 
     @property

@@ -26,7 +26,6 @@ from adaptra.runtime.control.agreeing_ranks import AgreeingRanks
 from adaptra.runtime.control.agreement.same_rows import is_due, numbers_of
 from adaptra.runtime.control.callbacks import ControlCallbacks
 from adaptra.runtime.control.controller import CLOSE_SECONDS, Controller
-from adaptra.runtime.control.deciding.job_planning import JobPlanning
 from adaptra.runtime.control.deciding.policy import ControllerOptions
 from adaptra.runtime.control.deciding.replanning import Planning
 from adaptra.runtime.control.plans.events import EventKind
@@ -45,6 +44,7 @@ from adaptra.runtime.rdma.watch import RdmaEvent, watch
 from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.telemetry.start import agree_on_run
 from adaptra.runtime.transports.base import Identity
+from adaptra.runtime.transports.process_groups import collectives_of_user
 from adaptra.runtime.worker.call_numbers import CallNumbers
 from adaptra.runtime.worker.last_steps import LastSteps
 from adaptra.runtime.worker.rank_values import RankValues
@@ -111,7 +111,7 @@ class Worker:
             context, self._parts.factory, self._programs.buffers, self.numbers, self._meeting, self.check
         )
         # Replicas that compute for each other agree on one plan log.
-        log = job if isinstance(planning, JobPlanning) else transport
+        log = job if planning.replicas > 1 else transport
         first = log.rank - self.rank
         self.controller = Controller(
             AgreeingRanks(
@@ -163,6 +163,8 @@ class Worker:
             TransportError: A message could not be exchanged.
         """
         step = self.numbers.next_step
+        if self.numbers.collectives not in (None, self._collectives()):
+            self.monitor.meet(all_ranks=True)
         with self._reporting_errors():
             plan = self.controller.plan_for(step)
             goes_home = not plan.program.is_one_pipeline and self._has_any_replica(shape != FIRST)
@@ -181,7 +183,13 @@ class Worker:
             self._telemetry.end_step(measurement, self.monitor.kept[-1])
         flat = self._whole(step, outputs, executor.program, to_all=to_all)
         self.numbers.next_step += 1
+        self.numbers.collectives = self._collectives()
         return losses, flat
+
+    def _collectives(self) -> int:
+        """Return how often the user's own code has had all ranks of this pipeline meet, and maybe others."""
+        world = self._context.world
+        return collectives_of_user(world.hosts_of(world.pipeline(self._context.replica)))
 
     def _has_any_replica(self, found: bool) -> bool:
         """Return whether this holds on any replica. All of them ask."""

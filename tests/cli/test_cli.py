@@ -14,6 +14,7 @@ from paths import DOCS
 from run_files import whole_run
 
 from adaptra.cli import main
+from adaptra.planning.routes.steady_steps import PERIOD
 from adaptra.program import Program
 from adaptra.program.schedules import generate
 from adaptra.program.torch_csv import from_csv
@@ -248,7 +249,9 @@ def test_compare_shows_the_figures_that_simulate_shows(folder: Path, capsys: pyt
     assert first == run_json(capsys, "simulate", "1f1b", "slow.json", "--json")
     assert (paper["name"], adapted["name"]) == ("paper", "adapted")
     assert max(paper["peak_in_flight"]) <= 4
-    assert adapted["makespan"] <= min(first["makespan"], paper["makespan"])
+    assert adapted["period"] <= min(first["period"], paper["period"])
+    behind = run_json(capsys, "plan", "slow.json", "--in-flight", "4", "--barrier", "--compare", "1f1b,paper", "--json")["runs"]
+    assert behind[2]["makespan"] <= min(adapted["makespan"], first["makespan"], paper["makespan"])
 
 
 def test_compare_draws_all_timelines_and_writes_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -279,6 +282,9 @@ def test_a_sweep_delays_one_direction_or_both(folder: Path, capsys: pytest.Captu
         given = ["--sweep", f"edge={edge}", "delay=1:3", "steps=2", "names=1f1b", "--json"]
         found = run_json(capsys, "plan", "slow.json", *given)
         assert found["delays"] == [1, 3]
+        assert found["periods"]["1f1b"][1] == simulate(generate("1f1b", 3, 6), slowed).period
+        assert found["bounds"][1] == PERIOD.bound(Case(slowed, 6, (0, 1, 2)))
+        found = run_json(capsys, "plan", "slow.json", "--barrier", *given)
         assert found["makespans"]["1f1b"][1] == simulate(generate("1f1b", 3, 6), slowed).makespan
         assert found["bounds"][1] == lower_bound(Case(slowed, 6, (0, 1, 2))).value
 
@@ -292,10 +298,13 @@ def test_explain_says_what_every_edge_absorbs(folder: Path, capsys: pytest.Captu
 
 def test_an_exact_plan_is_proven(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ortools", reason="needs OR-tools: pip install 'adaptra[exact]'")
-    found = run_json(capsys, "plan", "slow.json", "--in-flight", "3", "--exact", "20s", "--json")
+    found = run_json(capsys, "plan", "slow.json", "--in-flight", "3", "--exact", "20s", "--barrier", "--json")
     assert found["proven"] is True
     assert found["exact_bound"] == found["makespan"]
     assert max(found["peak_in_flight"]) <= 3
+    steady = run_json(capsys, "plan", "slow.json", "--in-flight", "3", "--exact", "20s", "--json")
+    assert steady["period"] <= found["period"] and steady["proven"] == (steady["period"] == steady["period_bound"])
+    assert run_json(capsys, "plan", "slow.json", "--exact", "20s", "--json")["proven"] is True
 
 
 @pytest.mark.parametrize("question", [[], ["--compare", "1f1b"], ["--sweep", "edge=1-2", "delay=0:5", "steps=2"]], ids=str)
@@ -309,8 +318,8 @@ def test_a_budget_ends_the_search_with_a_plan(folder: Path, capsys: pytest.Captu
 def test_a_robust_plan_is_short_under_every_combination_of_delays(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "slow.json", "--in-flight", "4", "--json", "-o", "p.sched"]
     found = run_json(capsys, *arguments, "--uncertain", "1-2=0:20", "--uncertain", "0>1=1:2", "--objective", "worst")
-    assert len(found["makespans"]) == len(found["bounds"]) == 8
-    assert found["worst"] == max(found["makespans"])
+    assert len(found["periods"]) == len(found["bounds"]) == 8
+    assert found["worst"] == max(found["periods"])
     assert Program.parse(Path("p.sched").read_text()) == Program.parse(found["program"])
     assert found["makespan"] == run_json(capsys, "simulate", "p.sched", "slow.json", "--json")["makespan"]
     assert found["expected"] >= run_json(capsys, *arguments, "--uncertain", "1-2=0:20", "--uncertain", "0>1=1:2")["expected"]

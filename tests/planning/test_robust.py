@@ -41,13 +41,13 @@ def test_between_two_delays_no_plan_for_one_of_them_is_better(objective: Objecti
         return max(makespans) if objective is Objective.WORST else sum(makespans) / len(makespans)
 
     found = robust_plan(CASE, UNCERTAIN, objective=objective)
-    assert found.makespans == tuple(simulate(found.program, scenario.cost).makespan for scenario in UNCERTAIN)
-    assert (found.expected, found.worst) == (sum(found.makespans) / 4, max(found.makespans))
+    assert found.times == tuple(simulate(found.program, scenario.cost).makespan for scenario in UNCERTAIN)
+    assert (found.expected, found.worst) == (sum(found.times) / 4, max(found.times))
     for scenario in UNCERTAIN:
         alone = plan(replace(CASE, cost=scenario.cost))
-        assert judged(list(found.makespans)) <= judged([simulate(alone, other.cost).makespan for other in UNCERTAIN])
+        assert judged(list(found.times)) <= judged([simulate(alone, other.cost).makespan for other in UNCERTAIN])
     optimist = [simulate(plan(CASE), scenario.cost).makespan for scenario in UNCERTAIN]
-    assert judged(optimist) > 1.15 * judged(list(found.makespans))
+    assert judged(optimist) > 1.15 * judged(list(found.times))
 
 
 @pytest.mark.parametrize("memory", [5, 6, 8])
@@ -59,7 +59,7 @@ def test_each_objective_is_best_by_its_own_measure(memory: int) -> None:
 
 def test_a_weight_moves_the_plan_towards_what_is_likely() -> None:
     rarely = delay_scenarios(BASE, {(1, 2): {0: 1000, 40: 1}, (2, 1): {0: 1000, 40: 1}})
-    assert robust_plan(CASE, rarely).makespans[0] == simulate(plan(CASE), BASE).makespan
+    assert robust_plan(CASE, rarely).times[0] == simulate(plan(CASE), BASE).makespan
 
 
 @settings(max_examples=25)
@@ -76,7 +76,7 @@ def test_valid_within_limits_not_below_the_bound_and_not_worse_than_the_incumben
     run = simulate(found.program, case.cost)
     assert not run.over_memory
     assert max(run.peak_in_flight) <= 2
-    for makespan, bound in zip(found.makespans, found.bounds, strict=True):
+    for makespan, bound in zip(found.times, found.bounds, strict=True):
         assert makespan >= bound * (1 - 1e-9)
     before = simulate(incumbent, case.cost)
     if not before.over_memory and max(before.peak_in_flight) <= 2:

@@ -10,7 +10,7 @@ from policy_world import PolicyWorld
 from adaptra.program import Program
 from adaptra.program.routing import Routing
 from adaptra.program.schedules import one_f_one_b
-from adaptra.runtime.control.deciding.job_planning import JobPlanning
+from adaptra.runtime.control.deciding.replanning import Planning
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.measuring.measurement import EdgeEstimate, EdgeMeasurement, StageMeasurement, StepMeasurement
 from adaptra.simulation.case import Case
@@ -36,7 +36,7 @@ def job_world() -> PolicyWorld:
     def never(_case: Case, _program: Program) -> Program:
         raise AssertionError("a job is planned as a whole")
 
-    return PolicyWorld(plan_zero(), REPLICAS * STAGES, JobPlanning(never, replicas=REPLICAS, ranks=STAGES))
+    return PolicyWorld(plan_zero(), REPLICAS * STAGES, Planning(never, replicas=REPLICAS))
 
 
 def measured(

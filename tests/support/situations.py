@@ -286,7 +286,7 @@ short plans half a unit or less); `.` is a rank that waits. F, I and W take 2 ea
 ranks hold several stages. A microbatch holds 1 from F on, half of it until I has ended, half until W has. In flight is, stage
 by stage, the most microbatches between F and I.
 
-Where communication does not block, the exact solver (`adaptra plan --exact`) proves each of these plans the shortest there is.
+Where communication does not block, the exact solver (`adaptra plan --exact --barrier`) proves the shortest makespan of each.
 "No order takes less" says that a bound does, without searching, and which.
 
 The programs are `tests/golden/plan_NAME.sched`. A test makes each plan again and compares it, and this page, letter by letter;

@@ -21,7 +21,6 @@ from adaptra.planning.remedies.bandwidth_remedies import BandwidthOptions, Remed
 from adaptra.planning.routes.steady_steps import timing_of
 from adaptra.program import Program
 from adaptra.program.placement import has_several
-from adaptra.runtime.control.deciding.job_planning import JobPlanning
 from adaptra.runtime.control.deciding.replanning import Planning
 from adaptra.runtime.control.plans.plan import Edges, Plan
 from adaptra.runtime.injection.faults import Fault
@@ -114,18 +113,18 @@ class PipelineSpec:
         planner, draft = (partial(_better_plan, options.planning_seconds, share) for share in (PLANNER_SHARE, DRAFT_SHARE))
         remedies = partial(_remedies, bandwidth)
         peaks = partial(predicted_peaks, stages=compiled.train)
-        if self.replicas > 1 and self._why_alone() is None:
-            planning = JobPlanning(
-                planner,
-                activation_bytes=peaks,
-                replicas=self.replicas,
-                ranks=len(set(self.placement)),
-                seconds=options.planning_seconds,
-                changing=frozenset(changed_buffers(compiled)),
-                at_home=frozenset(kept_at_home(compiled, self.placement)),
-            )
-        else:
-            planning = Planning(planner, remedies, draft, activation_bytes=peaks)
+        is_alone = self.replicas == 1 or self._why_alone() is not None
+        planning = Planning(
+            planner,
+            remedies,
+            draft,
+            activation_bytes=peaks,
+            fills_free=room is not None,
+            replicas=1 if is_alone else self.replicas,
+            seconds=options.planning_seconds,
+            changing=frozenset(changed_buffers(compiled)),
+            at_home=frozenset(kept_at_home(compiled, self.placement)),
+        )
         initial = self._first_plan(compiled, case, room)
         factory = WorkerFactory(compiled, self.microbatches, planning, self.faults, options, self.reduction)
         return PlannedPipeline(factory, initial, bandwidth, self._alone(compiled))

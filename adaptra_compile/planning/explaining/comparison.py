@@ -1,4 +1,7 @@
-"""Comparison of several schedules for one planning problem, and their makespans as the delay of an edge grows."""
+"""Comparison of several schedules for one planning problem, and their times as the delay of an edge grows.
+
+The time that counts is the period of steps in a row, or the makespan where the case has a barrier between them.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,14 @@ from typing import Any, Final
 
 from adaptra.errors import PlanError
 from adaptra.passes.adapt_order import ADAPTED
-from adaptra.planning.planner import plan
 from adaptra.planning.published import PAPER, paper_rule
+from adaptra.planning.routes.steady_steps import timing_of
+from adaptra.planning.timing import StepBound, StepTiming
 from adaptra.program import Program
 from adaptra.program.schedules import GENERATORS, PLACED, generate_for
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.simulate import Bound, Simulation, lower_bound, simulate
+from adaptra.simulation.simulate import Simulation, simulate
 
 KEPT: Final = "kept"
 """In a sweep: the plan for the smallest delay, kept while the delay grows."""
@@ -32,25 +36,30 @@ class Comparison:
 
     Attributes:
         case: The planning problem.
-        bound: The makespan bound.
+        bound: The bound of the time that counts.
         runs: One simulation per schedule. A fixed schedule ignores memory limits and may exceed them.
     """
 
     case: Case
-    bound: Bound
+    bound: StepBound
     runs: tuple[Simulation, ...]
+
+    @property
+    def timing(self) -> StepTiming:
+        """The time that counts."""
+        return timing_of(barrier=self.case.barrier)
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """Makespans of schedules at growing delays of some edges. Each tuple has one value per delay.
+    """Times of schedules at growing delays of some edges. Each tuple has one value per delay.
 
     Attributes:
         case: The planning problem without added delay.
         edges: The directed edges that are delayed.
         delays: Delays added to the latency of these edges, ascending.
-        bounds: The makespan bound at each delay.
-        makespans: Per schedule, its makespan at each delay.
+        bounds: The bound of the time that counts at each delay.
+        times: Per schedule, its time at each delay.
         over_memory: Per schedule, whether it exceeds a memory limit at each delay.
     """
 
@@ -58,7 +67,7 @@ class Sweep:
     edges: tuple[tuple[int, int], ...]
     delays: tuple[float, ...]
     bounds: tuple[float, ...]
-    makespans: Mapping[str, tuple[float, ...]]
+    times: Mapping[str, tuple[float, ...]]
     over_memory: Mapping[str, tuple[bool, ...]]
 
     def to_json(self) -> dict[str, Any]:
@@ -68,7 +77,7 @@ class Sweep:
             "edges": [list(edge) for edge in self.edges],
             "delays": list(self.delays),
             "bounds": list(self.bounds),
-            "makespans": {name: list(found) for name, found in self.makespans.items()},
+            f"{timing_of(barrier=self.case.barrier).name}s": {name: list(found) for name, found in self.times.items()},
             "over_memory": {name: list(found) for name, found in self.over_memory.items()},
         }
 
@@ -95,7 +104,7 @@ def compare(
         return simulate(_program(case, name, in_flight), case.cost)
 
     names = check_names(names, COMPARED)
-    return Comparison(case, lower_bound(case), tuple(map(run, names)))
+    return Comparison(case, timing_of(barrier=case.barrier).binds(case), tuple(map(run, names)))
 
 
 def sweep_delay(
@@ -124,11 +133,12 @@ def sweep_delay(
         PlanError, ScheduleError: As :func:`compare`, or no delays.
         CaseError: An edge does not exist, or a delay is negative or not finite.
     """
+    timing = timing_of(barrier=case.barrier)
     names, edges, delays = check_names(names, SWEPT), tuple(edges), tuple(sorted(delays))
     if not delays:
         raise PlanError("no delays: expected at least one")
     slowed = [replace(case, cost=_slower(case.cost, edges, delay)) for delay in delays]
-    kept = plan(slowed[0], in_flight=in_flight, budget=budget) if KEPT in names else None
+    kept = timing.plan(slowed[0], in_flight=in_flight, budget=budget) if KEPT in names else None
     found: dict[str, list[Simulation]] = {name: [] for name in names}
     for slow in slowed:
         for name, runs in found.items():
@@ -138,8 +148,8 @@ def sweep_delay(
         case,
         edges,
         delays,
-        tuple(lower_bound(slow).value for slow in slowed),
-        {name: tuple(run.makespan for run in runs) for name, runs in found.items()},
+        tuple(timing.bound(slow) for slow in slowed),
+        {name: tuple(timing.of(run.program, run.cost) for run in runs) for name, runs in found.items()},
         {name: tuple(bool(run.over_memory) for run in runs) for name, runs in found.items()},
     )
 
@@ -160,7 +170,7 @@ def check_names(names: Iterable[str], known: Sequence[str]) -> tuple[str, ...]:
 
 def _program(case: Case, name: str, in_flight: int | Sequence[int] | None, budget: float | None = None) -> Program:
     if name == ADAPTED:
-        return plan(case, in_flight=in_flight, budget=budget)
+        return timing_of(barrier=case.barrier).plan(case, in_flight=in_flight, budget=budget)
     if name == PAPER:
         return paper_rule(case, in_flight=in_flight)
     return generate_for(name, case.placement, case.microbatches)

@@ -85,7 +85,7 @@ def measured_case(
         if cost.stages != stages:
             raise CaseError(f"measured_case: replica {replica} has {cost.stages} stages: expected {stages}, as replica 0")
     placement = placement or in_turn(stages)
-    shared = _shared_cost(costs)
+    shared = replace(_shared_cost(costs), update=())  # they are among ``updates``
     healthy = Case(
         shared,
         microbatches,

@@ -134,10 +134,11 @@ class SteadySteps:
         for stage, trip in enumerate(_trips(cost)):
             forward, back, weight = cost.forward[stage], cost.input_grad[stage], cost.weight_grad[stage]
             held, freed = cost.memory_forward[stage], cost.memory_input_grad[stage]
-            idle = max(at_most - case.microbatches * (forward + back + weight), 0.0)
+            within = at_most - cost.update[stage]
+            idle = max(within - case.microbatches * (forward + back + weight), 0.0)
             room = max((forward + trip - idle) / forward, 1.0) if forward > 0.0 else 1.0
             taken = held * (forward + trip + back) + (held - freed) * weight
-            turns = case.microbatches * taken / at_most if at_most > 0.0 else 0.0
+            turns = case.microbatches * taken / within if within > 0.0 else 0.0
             most = min(math.ceil(room - _EQUAL), case.microbatches) * held
             needed[case.placement[stage]] = max(most, turns * (1 - _EQUAL))
         return tuple(needed)
@@ -217,11 +218,12 @@ def _of_memory(case: Case) -> Iterator[PeriodBound]:
         limit = _limit(case, rank)
         if held == 0.0:
             continue
-        work = case.microbatches * (forward + back + weight)
+        update = cost.update[stage]  # meanwhile a rank holds nothing
+        work = update + case.microbatches * (forward + back + weight)
         room = min(case.microbatches, math.floor(limit / held + _EQUAL))
         yield PeriodBound(work + max(forward + trip - room * forward, 0.0), PeriodBoundKind.FILL, f"rank {rank}")
         taken = held * (forward + trip + back) + (held - freed) * weight
-        yield PeriodBound(case.microbatches * taken / limit, PeriodBoundKind.MEMORY, f"rank {rank}")
+        yield PeriodBound(update + case.microbatches * taken / limit, PeriodBoundKind.MEMORY, f"rank {rank}")
 
 
 def _trips(cost: CostModel) -> list[float]:

@@ -14,7 +14,7 @@ Job job_of(const Problem& problem) {
   job.forward = cost.forward;
   job.input_grad = cost.input_grad;
   job.weight_grad = cost.weight_grad;
-  job.step.assign(stages, 0.0);
+  job.step = cost.update;
   job.reduce.assign(stages, 0.0);
   job.slow.assign(ranks, 1.0);
   job.port.assign(ranks, 0.0);

@@ -60,8 +60,8 @@ struct Job {
   }
 };
 
-// One pipeline, the job of one replica whose steps end with the last op. Each worker has one Reduce and one Step per stage, of
-// no duration, if orders have them.
+// One pipeline, the job of one replica, whose Step takes the time of `Cost::update`. Without Steps in an order, a worker spends
+// it after its last op.
 [[nodiscard]] Job job_of(const Problem& problem);
 
 }  // namespace adaptra::schedule

@@ -62,7 +62,15 @@ void Simulator::reset(const std::vector<JobOrder>& orders, Detail detail) {
     state.next = orders[worker].data();
     state.end = state.next + orders[worker].size();
     state.slot = slots_.data();
-    if (state.next == state.end) state.step = steps_;
+    if (state.next == state.end) {
+      state.step = steps_;
+    } else if (orders[worker].back().kind != JobKind::Step) {
+      for (std::size_t stage = 0; stage < job_.columns.size(); ++stage) {
+        const std::vector<std::int32_t>& column = job_.columns[stage];
+        if (std::find(column.begin(), column.end(), static_cast<std::int32_t>(worker)) != column.end())
+          state.update += job_.step[stage];
+      }
+    }
   }
   std::fill(resource_free_.begin(), resource_free_.end(), 0.0);
   at_barrier_.clear();
@@ -197,6 +205,7 @@ void Simulator::finish(std::int32_t worker, double end) {
   }
   if (++state.next != state.end) return;
   ends_[w * static_cast<std::size_t>(steps_) + at(state.step)] = end;
+  state.free += state.update;
   state.next = (*orders_)[w].data();
   state.slot = &slots_[static_cast<std::size_t>(++state.step) % slots_.size()];
 }

@@ -2,9 +2,9 @@
 // and compares the same doubles in the same order wherever it runs, so results are equal to the last digit on every machine.
 //
 // A worker executes its order strictly; an op starts as soon as the one before it has ended and its inputs are there. A
-// worker's next step begins when its last op has ended. A message whose producer ends at e departs at d = max(e, what it
-// occupies is free). A Reduce ends on all workers of its stage at once, its time after the last of them has come to it. With a
-// barrier a Step waits for the Reduce of all workers.
+// worker's next step begins when its last op has ended, and without Steps in its order, after their time. A message whose
+// producer ends at e departs at d = max(e, what it occupies is free). A Reduce ends on all workers of its stage at once, its
+// time after the last of them has come to it. With a barrier a Step waits for the Reduce of all workers.
 #pragma once
 
 #include <array>
@@ -85,6 +85,7 @@ class Simulator {
     Slot* slot = nullptr;         // of its step
     std::int32_t step = 0;
     double free = 0.0;      // the time from which it may start an op
+    double update = 0.0;    // the time between its steps, if its order has no Step
     bool queued = true;     // whether it is among those to be looked at
     bool running = false;   // whether its next op has begun, or will at a time that is known
     bool has_come = false;  // whether its next op is a Reduce to which it has come

@@ -31,6 +31,7 @@ struct Cost {
   Blocking blocking = Blocking::None;
   std::vector<double> memory_forward, memory_input_grad;
   std::vector<double> memory_limit;  // per rank; empty when there is none
+  std::vector<double> update;        // per stage: between the last op of a step and the next step
 
   [[nodiscard]] std::int32_t stages() const { return static_cast<std::int32_t>(forward.size()); }
 

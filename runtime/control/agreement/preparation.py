@@ -18,7 +18,7 @@ class Preparation:
     Args:
         rank: This rank, for the threads' names.
         running: A program of the pipeline, whose placement and microbatches a plan must have.
-        workers: Those of each stage by replica, which a plan of several replicas must have; none if there can be none.
+        workers: Those of each stage by replica, which a plan of several replicas must have.
         check: Refuses a program that the ranks can't execute, by an exception.
         prepare: Prepares a switch to a plan. An exception that it raises refuses the plan.
         ready: Called with a plan that can be run.

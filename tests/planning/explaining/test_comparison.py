@@ -11,6 +11,7 @@ import pytest
 from adaptra.errors import CaseError, MissingExtraError, PlanError, ScheduleError
 from adaptra.planning.explaining.comparison import KEPT, SWEPT, compare, sweep_delay
 from adaptra.planning.planner import plan
+from adaptra.planning.routes.steady_steps import PERIOD
 from adaptra.program.schedules import PLACED, generate
 from adaptra.report.sweep import draw_sweep
 from adaptra.simulation.case import Case
@@ -26,7 +27,16 @@ def test_a_comparison_keeps_the_order_and_names_each_schedule_once() -> None:
     found = compare(CASE, ["zb_h2", "adapted", "zb_h2", "1f1b"])
     assert [run.program.name for run in found.runs] == ["zb_h2", "adapted", "1f1b"]
     assert found.runs[2].makespan == simulate(generate("1f1b", 4, 8), CASE.cost).makespan
-    assert found.bound == lower_bound(CASE)
+    assert (found.timing.name, found.bound) == ("period", PERIOD.binds(CASE))
+    assert found.runs[1].period == PERIOD.of(PERIOD.plan(CASE), CASE.cost) <= found.runs[0].period
+
+
+def test_behind_a_barrier_the_makespan_counts() -> None:
+    found = compare(replace(CASE, barrier=True), ["adapted"])
+    assert (found.timing.name, found.bound.value) == ("makespan", lower_bound(CASE).value)
+    assert found.runs[0].makespan == simulate(plan(CASE), CASE.cost).makespan
+    swept = sweep_delay(replace(CASE, barrier=True), BOTH, [0], ["adapted"])
+    assert swept.to_json()["makespans"] == {"adapted": [found.runs[0].makespan]} and swept.bounds == (found.bound.value,)
 
 
 def test_a_given_plan_is_not_planned_again() -> None:
@@ -39,13 +49,14 @@ def test_a_sweep_adds_to_the_latency_and_plans_anew_but_for_the_plan_kept() -> N
     found = sweep_delay(CASE, BOTH, [40, 0], ONE_STAGE)
     assert found.delays == (0, 40)
     slowed = CASE.cost.with_latency(1, 2, 42).with_latency(2, 1, 42)
-    kept = plan(CASE)
-    assert found.makespans[KEPT] == (simulate(kept, CASE.cost).makespan, simulate(kept, slowed).makespan)
-    assert found.makespans["zb_h1"][1] == simulate(generate("zb_h1", 4, 8), slowed).makespan
-    assert found.makespans["adapted"][1] == simulate(plan(replace(CASE, cost=slowed)), slowed).makespan
-    assert found.bounds[1] == lower_bound(replace(CASE, cost=slowed)).value
+    kept = PERIOD.plan(CASE)
+    assert found.times[KEPT] == (PERIOD.of(kept, CASE.cost), PERIOD.of(kept, slowed))
+    assert found.times["zb_h1"][1] == PERIOD.of(generate("zb_h1", 4, 8), slowed)
+    assert found.times["adapted"][1] == PERIOD.of(PERIOD.plan(replace(CASE, cost=slowed)), slowed)
+    assert found.bounds[1] == PERIOD.bound(replace(CASE, cost=slowed))
+    assert found.to_json()["periods"]["adapted"] == list(found.times["adapted"])
     for name in ONE_STAGE:
-        assert found.makespans["adapted"][1] <= found.makespans[name][1]
+        assert found.times["adapted"][1] <= found.times[name][1]
 
 
 def test_what_is_over_memory_is_said_at_every_delay() -> None:

@@ -100,6 +100,49 @@ def test_a_program_that_deadlocks_has_no_period() -> None:
         simulate(good, CostModel.uniform(3, 1, 1, 1))
 
 
+def with_updates(number: int) -> Case:
+    """The same with time between the steps of each stage's rank."""
+    case, draw = uneven(number), random.Random(number)
+    return replace(case, cost=replace(case.cost, update=tuple(draw.choice((0.0, 2.0, 8.0)) for _ in range(case.stages))))
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_a_rank_updates_between_its_steps_and_neither_bound_nor_search_forgets_it(number: int) -> None:
+    case = with_updates(number)
+    program = plan(case, effort=3000)
+    found = simulate(program, case.cost)
+    assert found.period == pytest.approx(simulate(join([program]), replace(case.of_replicas(1), memory=None)).period)
+    assert found.makespan == simulate(program, uneven(number).cost).makespan, "a step behind a barrier has no update"
+    times = zip(case.cost.forward, case.cost.input_grad, case.cost.weight_grad, case.cost.update, strict=True)
+    load = max(case.microbatches * (f + i + w) + update for f, i, w, update in times)
+    best = PERIOD.plan(case, effort=3000)
+    assert load <= pipeline_bound(case).value * (1 + 1e-9)
+    assert pipeline_bound(case).value <= PERIOD.of(best, case.cost) * (1 + 1e-9) <= found.period * (1 + 2e-9)
+    needed = PERIOD.needed_memory(case, PERIOD.of(best, case.cost))
+    assert needed is not None
+    assert all(map(float.__le__, needed, (most + 1e-6 for most in simulate(best, case.cost).peak_memory)))
+    searched = _C.search_period_of(case, 20_000, 0, None, RULE, 0.0)
+    assert searched is not None
+    program = Program.of_pipeline("found", case.placement, case.microbatches, searched[1])
+    assert simulate(program, case.cost).period == pytest.approx(searched[0], rel=1e-12)
+
+
+def test_a_plan_that_knows_of_an_update_repeats_sooner_than_one_that_does_not() -> None:
+    """The rank of the last stage is busy between steps, so what the others do meanwhile must not wait for it."""
+    cost = replace(CostModel.uniform(4, 1, 1, 1), memory_limit=(3.0,) * 4)
+    known = replace(cost, update=(0.0, 0.0, 0.0, 8.0))
+    assert PERIOD.of(PERIOD.plan(Case(known, 6)), known) == 26.0 < PERIOD.of(PERIOD.plan(Case(cost, 6)), known)
+
+
+def test_updates_are_part_of_a_case_and_of_step_where_there_are_several_replicas() -> None:
+    case = with_updates(3)
+    assert Case.from_json(case.to_json()) == case and "t_update" not in uneven(3).to_json()["case"]
+    together = case.of_replicas(2, step=1.0)
+    assert together.step == tuple(1.0 + one for one in case.cost.update) and not any(together.cost.update)
+    with pytest.raises(CaseError, match=r"^uneven 3: t_update: expected none with several replicas, which have t_opt"):
+        replace(case, replicas=2)
+
+
 # ── its bound ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

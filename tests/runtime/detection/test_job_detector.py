@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
+import pytest
 from job_world import COST, REPLICAS, STAGES, measured, slow
 
 from adaptra.runtime.detection.changes import EdgeChange, StageChange
 from adaptra.runtime.detection.detector import Detection
 from adaptra.runtime.detection.job_detector import JobDetector, largest
+from adaptra.runtime.measuring.measurement import ReduceTimes
 from adaptra.simulation.cost import CostModel
 
 
@@ -49,6 +52,22 @@ def test_what_may_follow_is_foreseen_for_the_replica_that_it_is_of() -> None:
     assert foreseen is not None and [change.where for change in foreseen.changes] == [(1, 1)]
     assert detector.observe(measured(7)) is None
     assert detector.foresee(measured(7)) is None
+
+
+def test_updates_are_known_from_the_calibration_and_do_not_count_waits_for_other_replicas() -> None:
+    """Worker 0 waits in REDUCE for 0.3 s. Besides REDUCE it updates for 0.05 s, and the other one for 0.07 s."""
+    detector = JobDetector(COST, REPLICAS, STAGES)
+    found: list[Detection | None] = []
+    for step in range(12):
+        steps = measured(step, {1: slow(1, 2.0)} if step >= 6 else None)
+        for worker, (reduce, update) in {0: (0.31, 0.36), STAGES: (0.01, 0.08)}.items():
+            times = ReduceTimes(step - 1, reduce, None, 64) if step else None
+            steps[worker] = replace(steps[worker], reduce=times, update=update if step else None)
+        found.append(detector.observe(steps))
+    calibrated, changed = (one for one in found if one is not None)
+    for one in (calibrated, changed, detector.latest):
+        assert [cost.update for cost in one.by_replica] == [pytest.approx((0.06, 0, 0)), pytest.approx((0.08, 0, 0))]
+        assert one.cost.update == one.by_replica[1].update
 
 
 def test_noise_of_two_hundredths_is_no_change() -> None:

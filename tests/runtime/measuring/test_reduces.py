@@ -265,6 +265,21 @@ def test_a_step_that_does_not_follow_at_once_shows_no_delay(between: object) -> 
         assert monitor.records(step).reduce == (30.0 * step + 2.5, 30.0 * step + 4.0, 64, None)
 
 
+@pytest.mark.parametrize("between", [None, evaluated, failed, failed_early, clipped])
+def test_the_time_from_the_last_op_to_the_next_step_is_the_update_if_nothing_else_was_between(between: object) -> None:
+    """Between the last op's end at 102.5 and 120 are the sum of gradients, the optimizer and the next batch."""
+    monitor = Monitor(0, (0, 1))
+    run(monitor, 3, 100.0, 0, None)
+    assert monitor.end_step(3, 100.0, 104.0).update is None
+    if callable(between):
+        between(monitor)
+    run(monitor, 4, 120.0, 0, None)
+    found = monitor.end_step(4, 120.0, 124.0)
+    ended = max(op.end for op in monitor.records(3).ops)
+    assert found.update == (None if between else 120.0 - ended)
+    assert StepMeasurement.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
 def test_a_step_without_ops_shows_no_delay() -> None:
     """Other replicas may compute all microbatches of a rank."""
     monitor = Monitor(0, (0, 1))

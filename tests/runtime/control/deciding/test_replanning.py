@@ -48,6 +48,20 @@ def test_a_step_costs_its_period_or_its_makespan_behind_a_barrier() -> None:
     assert plan.bound == lower_bound(plan.case).value
 
 
+def test_a_plan_that_uses_free_memory_of_the_devices_says_so() -> None:
+    """A user who gave a limit knows how much there is, and a plan that takes no more says nothing."""
+    peaks = {SLOW_PROGRAM: (800, 3000), OVERLAPPING: (1000, 4000)}
+    said: dict[tuple[bool, bool], str] = {}
+    for is_free in (True, False):
+        for running, found in ((SLOW_PROGRAM, OVERLAPPING), (OVERLAPPING, SLOW_PROGRAM)):
+            planning = Planning(lambda case, _, found=found: found, activation_bytes=peaks.__getitem__, fills_free=is_free)
+            plan, _ = planning.plan_for(Detection(12, (), HEALTHY), plan_zero(running), (), False)
+            said[is_free, found is OVERLAPPING] = plan.reason
+    expected = "; the devices have room: activations of up to 3.9 KiB on rank 1 instead of 2.9 KiB"
+    assert said.pop((True, True)).endswith(expected)
+    assert len(said) == 3 and not any("room" in reason for reason in said.values())
+
+
 def test_lossy_edges_count_by_the_mean_of_either() -> None:
     late = SLOW.with_latency(0, 1, 0.2)
     detection = Detection(12, (), SLOW, (Scenario(SLOW, 0.75), Scenario(late, 0.25)))

@@ -11,9 +11,10 @@ from job_world import CASE, COST, REPLICAS, STAGES, job_world, measured, plan_ze
 from adaptra.errors import ControlError, PlanError, ScheduleError
 from adaptra.planning.remedies.job_remedies import JobRemedy
 from adaptra.planning.routes.joined_programs import join
+from adaptra.planning.routes.steady_steps import PERIOD
 from adaptra.program import Program
 from adaptra.runtime.control.agreement.preparation import Preparation
-from adaptra.runtime.control.deciding.job_planning import JobPlanning
+from adaptra.runtime.control.deciding.replanning import Planning
 from adaptra.runtime.control.mail.mail import Proposed
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.control.plans.plan import Plan
@@ -98,7 +99,7 @@ def test_a_job_that_only_scatters_is_not_shared() -> None:
 
 def test_a_plan_has_room_for_what_runs() -> None:
     """Whole microbatches may exceed a limit in bytes that the running program keeps: it stays, and nothing holds more."""
-    planning = JobPlanning(lambda _case, program: program, replicas=REPLICAS, ranks=STAGES)
+    planning = Planning(lambda _case, program: program, replicas=REPLICAS)
     tight = replace(CASE, cost=replace(COST, memory_limit=(1.0,) * STAGES))
     current = replace(plan_zero(), case=tight)
     costs = (COST, slow(1, 2.0))
@@ -107,8 +108,20 @@ def test_a_plan_has_room_for_what_runs() -> None:
     assert plan.remedy is JobRemedy.SHARE and held[1] <= held[0]
 
 
+def test_measured_updates_are_in_the_period_of_one_pipeline_and_of_several() -> None:
+    updated = replace(COST, update=(0.0, 0.3, 0.0))
+    detected = Detection(9, (), updated, by_replica=(updated, updated))
+    program, load = plan_zero().program, 4 * 0.12
+    for replicas in (1, REPLICAS):
+        planning = Planning(lambda case, program: PERIOD.plan(case, incumbent=program), replicas=replicas)
+        plan, _ = planning.plan_for(detected, plan_zero(), (), is_draft=False)
+        assert plan.predicted == planning.expect(plan.program, detected) <= planning.expect(program, detected)
+        assert load + 0.3 <= plan.bound * (1 + 1e-9) <= plan.predicted * (1 + 2e-9) and plan.predicted < load + 0.35
+        assert Plan.from_json(plan.to_json()).case.cost.update == (0.0, 0.3, 0.0)
+
+
 def test_edges_take_the_delegate_until_those_of_all_replicas_have_recovered() -> None:
-    planning = JobPlanning(lambda _case, program: program, replicas=REPLICAS, ranks=STAGES)
+    planning = Planning(lambda _case, program: program, replicas=REPLICAS)
     late = COST.with_latency(0, 1, 0.3)
     current = replace(plan_zero(), delegated=((0, 1),))
     for costs, expected in (((COST, late), ((0, 1),)), ((COST, COST), ())):
@@ -117,7 +130,7 @@ def test_edges_take_the_delegate_until_those_of_all_replicas_have_recovered() ->
 
 
 def test_edges_take_the_delegate_unless_all_go_round_them() -> None:
-    planning = JobPlanning(lambda _case, program: program, replicas=REPLICAS, ranks=STAGES)
+    planning = Planning(lambda _case, program: program, replicas=REPLICAS)
     late = COST.with_latency(0, 1, 0.3).with_latency(1, 0, 0.3)
     edges = (0, 1), (1, 0)
     for costs, at_home, remedy, expected in (
@@ -149,7 +162,7 @@ route 1 1 by 3,4,5
 
 
 def test_a_plan_that_does_not_suit_the_stages_is_refused() -> None:
-    planning = JobPlanning(lambda _case, program: program, replicas=REPLICAS, ranks=STAGES)
+    planning = Planning(lambda _case, program: program, replicas=REPLICAS)
     crossed = Program.parse(CROSSED)
     planning.check(crossed)
     with pytest.raises(ScheduleError, match=r"^crossed: deadlock: "):
@@ -168,7 +181,7 @@ def test_a_plan_keeps_its_remedy_as_json() -> None:
 
 def test_a_plan_of_other_workers_is_refused() -> None:
     routed, refused, ready = through(slow(1, 2.0))[ONSET + 3], list[str](), list[Plan]()
-    planning = JobPlanning(lambda _case, program: program, replicas=REPLICAS, ranks=STAGES)
+    planning = Planning(lambda _case, program: program, replicas=REPLICAS)
     for workers in (planning.workers(plan_zero().case), ((0, 1, 2),)):
         preparation = Preparation(
             0,
