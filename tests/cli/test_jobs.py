@@ -193,7 +193,7 @@ def test_a_job_that_takes_no_time_is_planned(folder: Path, capsys: pytest.Captur
         (("plan", "pipeline.json", "--replicas", "1000000"), "P, S, M: 4,000,000 stages × 6 microbatches are 72,000,000 ops"),
         (
             ("plan", "job.json", "--compare", "1f1b"),
-            "compare '1f1b' for several replicas: expected some of healthy, kept, blocks, turns",
+            "schedule '1f1b': expected some of healthy, kept, blocks, turns, adapted",
         ),
         (("plan", "job.json", "--slow-edge", "1-2"), "--slow-edge: job has several replicas: expected a case of one pipeline"),
         (("plan", "job.json", "--picture", "plan.pdf"), "plan.pdf: suffix '.pdf': expected .svg or .png"),

@@ -1,7 +1,8 @@
-"""Comparison of several schedules for one planning problem, and their makespans as the delay of an edge grows."""
+"""Comparison of several plans for one planning problem, and the makespans of schedules as the delay of an edge grows."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -10,6 +11,9 @@ from adaptra.errors import PlanError
 from adaptra.passes.adapt_order import ADAPTED
 from adaptra.planning.planner import plan
 from adaptra.planning.published import PAPER, paper_rule
+from adaptra.planning.routes.job_planner import plan_job
+from adaptra.planning.routes.period_bound import PeriodBound, period_bound
+from adaptra.planning.routes.route import share_evenly
 from adaptra.program import Program
 from adaptra.program.schedules import GENERATORS, PLACED, generate_for
 from adaptra.simulation.case import Case
@@ -20,7 +24,17 @@ KEPT: Final = "kept"
 """In a sweep: the plan for the smallest delay, kept while the delay grows."""
 
 COMPARED: Final = (*GENERATORS, *PLACED, PAPER, ADAPTED)
-"""Schedule names that :func:`compare` accepts."""
+"""Schedule names that :func:`compare` accepts for one pipeline."""
+
+HEALTHY: Final = "healthy"
+"""The plan of several replicas if no worker were lost or slow. It says nothing about the bound of the case."""
+
+SHARED: Final = (HEALTHY, "kept", "blocks", "turns", ADAPTED)
+"""Names that :func:`compare` accepts for several replicas, by how these share microbatches.
+
+With ``kept``, slow workers keep all their microbatches, and only those of lost ones are shared. With ``blocks``, workers give
+microbatches of the middle of the step, in contiguous blocks. With ``turns`` they give them in turns, as ReCycle does.
+"""
 
 SWEPT: Final = (*COMPARED, KEPT)
 """Schedule names that :func:`sweep_delay` accepts."""
@@ -28,17 +42,29 @@ SWEPT: Final = (*COMPARED, KEPT)
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Schedules for one problem, in the order asked for.
+    """Plans for one problem, in the order asked for.
 
     Attributes:
         case: The planning problem.
-        bound: The makespan bound.
-        runs: One simulation per schedule. A fixed schedule ignores memory limits and may exceed them.
+        bound: The bound of the makespan, or with several replicas of the period.
+        runs: One simulation per plan, whose program has the plan's name. A fixed schedule ignores memory limits and may exceed
+            them.
     """
 
     case: Case
-    bound: Bound
+    bound: Bound | PeriodBound
     runs: tuple[Simulation, ...]
+
+    @property
+    def is_of_periods(self) -> bool:
+        """Whether the bound is one of periods."""
+        return isinstance(self.bound, PeriodBound)
+
+    def of_bound(self, run: Simulation) -> float | None:
+        """Return a run's period or makespan as a multiple of its bound; None for a bound without end and for other workers."""
+        time = run.period if self.is_of_periods else run.makespan
+        bounded = run.program.name != HEALTHY and 0 < self.bound.value < math.inf
+        return time / self.bound.value if bounded else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,28 +100,41 @@ class Sweep:
 
 
 def compare(
-    case: Case, names: Iterable[str], *, in_flight: int | Sequence[int] | None = None, adapted: Program | None = None
+    case: Case,
+    names: Iterable[str],
+    adapted: Program,
+    *,
+    in_flight: int | Sequence[int] | None = None,
+    budget: float | None = None,
 ) -> Comparison:
-    """Simulate schedules by name: those that :func:`adaptra.program.schedules.generate_for` knows, ``paper`` and ``adapted``.
+    """Simulate plans by name: schedules of one pipeline, or ways to share the microbatches of several replicas.
 
     Args:
         case: The problem.
-        names: Some of :data:`COMPARED`.
-        in_flight: The most microbatches in flight per stage. Only ``paper`` and ``adapted`` observe it.
-        adapted: The plan to show as ``adapted``, or None to plan here.
+        names: Some of :data:`COMPARED` for one pipeline, of :data:`SHARED` for several replicas.
+        adapted: The plan to show as ``adapted``. With several replicas the bound is that of its routes.
+        in_flight: The most microbatches in flight per stage. Only ``paper`` observes it.
+        budget: Seconds to search each plan of several replicas.
 
     Raises:
         PlanError: A name is unknown, or no plan fits.
         ScheduleError: The schedule has another placement than the case.
     """
+    if case.is_one_pipeline:
+        schedules = check_names(names, COMPARED)
+        programs = (adapted if name == ADAPTED else _program(case, name, in_flight) for name in schedules)
+        return Comparison(case, lower_bound(case), tuple(simulate(program, case.cost) for program in programs))
+    shared = check_names(names, SHARED)
+    found = (simulate(adapted, case) if name == ADAPTED else _shared(case, name, budget) for name in shared)
+    return Comparison(case, period_bound(case, adapted.routing), tuple(found))
 
-    def run(name: str) -> Simulation:
-        if name == ADAPTED and adapted is not None:
-            return simulate(adapted, case.cost)
-        return simulate(_program(case, name, in_flight), case.cost)
 
-    names = check_names(names, COMPARED)
-    return Comparison(case, lower_bound(case), tuple(map(run, names)))
+def _shared(case: Case, name: str, budget: float | None) -> Simulation:
+    """Return the plan of several replicas that share as the name says."""
+    here = replace(case, lost=frozenset(), slow={}) if name == HEALTHY else case
+    equal = replace(case, slow={}, ports={}) if name == "kept" else here
+    routing = None if name == HEALTHY else share_evenly(equal, in_turns=name == "turns")
+    return simulate(replace(plan_job(here, budget=budget, routing=routing), name=name), here)
 
 
 def sweep_delay(
