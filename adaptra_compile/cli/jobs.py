@@ -125,9 +125,11 @@ def run_job_simulate(options: Namespace, case: Case) -> str:
     simulated = simulate(_read_program(options.program, case), case)
     _draw(options, [(title_of(case, simulated.program), simulated)])
     if options.trace is not None:
-        from adaptra.report.job_trace import write_job_trace
+        from adaptra.report.job_picture import STEPS_SHOWN
+        from adaptra.report.perfetto import write
 
-        write_job_trace(simulated, options.trace)
+        title = title_of(case, simulated.program)
+        write([(title, simulated.timeline)], options.trace, steps=simulated.steps[:STEPS_SHOWN])
     if options.json:
         return as_json(job_figures(simulated))
     return job_headline(simulated) + "\n" + render_job(simulated, line_width(options))
