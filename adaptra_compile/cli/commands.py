@@ -120,7 +120,7 @@ def _trace(options: Namespace) -> str:
 
 def _as_text(timeline: Timeline, width: int) -> str:
     lanes = text.render(timeline, width)
-    if timeline.program.is_one_pipeline:
+    if timeline.program.is_one_pipeline or timeline.seconds_per_unit is None:  # the table is in milliseconds
         return lanes
     from adaptra.report.stage_table import worker_table
 

@@ -52,7 +52,7 @@ def run_job_plan(options: Namespace, case: Case) -> str:
     if options.output is not None:
         write_whole(options.output, str(program))
     if options.compare is not None:
-        return _compared(options, case, program, bound)
+        return _compared(options, case, program)
     _draw(options, [(title_of(case, program), simulated)])
     figures = {
         "bound": bound.value,
@@ -125,23 +125,26 @@ def run_job_simulate(options: Namespace, case: Case) -> str:
     simulated = simulate(_read_program(options.program, case), case)
     _draw(options, [(title_of(case, simulated.program), simulated)])
     if options.trace is not None:
-        from adaptra.report.job_trace import write_job_trace
+        from adaptra.report.job_picture import STEPS_SHOWN
+        from adaptra.report.perfetto import write
 
-        write_job_trace(simulated, options.trace)
+        title = title_of(case, simulated.program)
+        write([(title, simulated.timeline)], options.trace, steps=simulated.steps[:STEPS_SHOWN])
     if options.json:
         return as_json(job_figures(simulated))
     return job_headline(simulated) + "\n" + render_job(simulated, line_width(options))
 
 
-def _compared(options: Namespace, case: Case, program: Program, bound: PeriodBound) -> str:
-    from adaptra.cli.tables import job_comparison
-    from adaptra.planning.explaining.job_comparison import compare_job
+def _compared(options: Namespace, case: Case, program: Program) -> str:
+    from adaptra.cli import tables
+    from adaptra.passes.adapt_order import ADAPTED
+    from adaptra.planning.explaining.comparison import compare
 
-    found = compare_job(case, options.compare, program, budget=options.budget)
-    _draw(options, found)
+    found = compare(case, [*options.compare, ADAPTED], program, budget=options.budget)
+    _draw(options, [(run.program.name, run) for run in found.runs])
     if options.json:
-        return as_json({"case": case.name, "bound": bound.value, "runs": [job_figures(run) for _, run in found]})
-    return job_comparison(case, found, bound, line_width(options))
+        return as_json({"case": case.name, "bound": found.bound.value, "runs": [job_figures(run) for run in found.runs]})
+    return tables.comparison(found, line_width(options))
 
 
 def _draw(options: Namespace, simulations: Sequence[tuple[str, Simulation]]) -> None:

@@ -138,18 +138,13 @@ def _compare(options: Namespace, case: Case, planned: Program) -> str:
     from adaptra.passes.adapt_order import ADAPTED
     from adaptra.planning.explaining.comparison import compare
 
-    found = compare(case, [*options.compare, ADAPTED], in_flight=options.in_flight, adapted=planned)
+    found = compare(case, [*options.compare, ADAPTED], planned, in_flight=options.in_flight)
     if options.picture is not None:
         timelines = [(title_of(case, run.program), run.timeline) for run in found.runs]
         picture.draw(timelines, options.picture, slow_edges=options.slow_edge or edges_to_mark(case.cost))
     if options.json:
-        return as_json(
-            {
-                "case": case.name,
-                "bound": found.bound.value,
-                "runs": [figures(case, run, lower_bound(case)) for run in found.runs],
-            }
-        )
+        bound = lower_bound(case)
+        return as_json({"case": case.name, "bound": bound.value, "runs": [figures(case, run, bound) for run in found.runs]})
     return tables.comparison(found, line_width(options))
 
 

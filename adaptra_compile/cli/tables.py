@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
@@ -19,51 +18,33 @@ from adaptra.report.text import percent
 if TYPE_CHECKING:
     from adaptra.planning.explaining.comparison import Comparison, Sweep
     from adaptra.planning.responses.responses import Decision
-    from adaptra.planning.routes.period_bound import PeriodBound
-    from adaptra.simulation.case import Case
     from adaptra.simulation.sensitivity import EdgeSensitivity
-    from adaptra.simulation.simulate import Simulation
 
 _BEST: Final = "bold"
 _BAD: Final = "red"
 
 
 def comparison(found: Comparison, width: int) -> str:
-    """Return a table with one row per schedule, in the requested order."""
+    """Return a table with one row per plan, in the requested order. The time that the bound is of comes first."""
     case, bound = found.case, found.bound
-    title = f"{case.name}: {case.cost.stages} stages, {case.microbatches} microbatches, bound {bound}"
-    names = ("makespan", "period") if case.barrier else ("period", "makespan")
-    table = _table("schedule", names[0], "÷ bound", names[1], "in flight", "bubble", "memory")
+    replicas = "" if case.is_one_pipeline else f"{case.replicas} replicas of "
+    title = f"{case.name}: {replicas}{case.cost.stages} stages, {case.microbatches} microbatches, bound {bound}"
+    times = ("period", "makespan") if found.counts_periods else ("makespan", "period")
+    table = _table("plan", times[0], "÷ bound", times[1], "in flight", "bubble", "memory")
+    limit = case.cost.memory_limit if case.is_one_pipeline else case.memory
     for run in found.runs:
         over = ", ".join(map(str, run.over_memory))
-        counts, beside = (run.makespan, run.period) if case.barrier else (run.period, run.makespan)
+        first, second = (run.period, run.makespan) if found.counts_periods else (run.makespan, run.period)
+        ratio = found.of_bound(run)
         table.add_row(
             run.program.name,
-            f"{counts:.10g}",
-            _ratio(counts, bound.value),
-            f"{beside:.10g}",
-            str(max(run.peak_in_flight)),
+            f"{first:.10g}",
+            "-" if ratio is None else f"{ratio:.3f}",
+            f"{second:.10g}",
+            str(max(run.peak_in_flight if case.is_one_pipeline else run.held)),
             percent(run.bubble_ratio),
-            f"over on rank {over}" if over else "fits" if case.cost.memory_limit else "no limit",
+            f"over on worker {over}" if over else "fits" if limit else "no limit",
             style=_BAD if over else _BEST if run.program.name == ADAPTED else None,
-        )
-    return _text(title, table, width)
-
-
-def job_comparison(case: Case, found: Sequence[tuple[str, Simulation]], bound: PeriodBound, width: int) -> str:
-    """Return a table with one row per plan of several replicas, in the requested order; the last is the plan itself."""
-    title = f"{case.name}: {case.replicas} replicas of {case.stages} stages, {case.microbatches} microbatches, bound {bound}"
-    table = _table("plan", "period", "÷ bound", "makespan", "in flight", "memory")
-    for name, run in found:
-        over = ", ".join(map(str, run.over_memory))
-        table.add_row(
-            name,
-            f"{run.period:.10g}",
-            "-" if run.case != case else _ratio(run.period, bound.value),
-            f"{run.makespan:.10g}",
-            str(max(run.held)),
-            f"over on worker {over}" if over else "fits" if case.memory else "no limit",
-            style=_BAD if over else _BEST if name == ADAPTED else None,
         )
     return _text(title, table, width)
 
@@ -124,10 +105,6 @@ def _runs(losses: Sequence[int]) -> str:
     """Return losses per stage as text: ``0×7 1`` for seven stages without a loss and one with."""
     runs = [(value, len(list(run))) for value, run in groupby(losses)]
     return " ".join(str(value) if number == 1 else f"{value}×{number}" for value, number in runs)
-
-
-def _ratio(makespan: float, bound: float) -> str:
-    return f"{makespan / bound:.3f}" if 0 < bound < math.inf else "-"
 
 
 def _table(*columns: str) -> Table:

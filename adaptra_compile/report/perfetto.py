@@ -3,7 +3,7 @@
 Each timeline is a process and each rank a thread. Below the ranks are the threads of each directed edge. Messages on one thread
 don't overlap, so an edge has as many threads as it had messages in flight. An arrow goes from the op that produces a message,
 through the message, to the op that consumes it. With several replicas the threads are workers, and the edges pairs of workers.
-An op of another replica's microbatch is named with its home.
+An op of another replica's microbatch is named with its home. A simulation may add its updates and its later steps.
 
 Perfetto reads microseconds. Each event's ``args`` has the exact times in the timeline's own unit, so that :func:`load_all`
 returns equal timelines. ``docs/formats.md`` describes the format.
@@ -39,13 +39,20 @@ _FIRST_EDGE_THREAD: Final = 1001
 _ARGUMENTS: Final = {"op": ("start", "end"), "message": ("posted", "departed", "arrived"), "reduce": ("start", "end")}
 
 
-def trace(timelines: Sequence[tuple[str, Timeline]], slow_edges: Iterable[tuple[int, int]] = ()) -> dict[str, Any]:
+def trace(
+    timelines: Sequence[tuple[str, Timeline]],
+    slow_edges: Iterable[tuple[int, int]] = (),
+    *,
+    steps: Sequence[Sequence[Sequence[OpInterval]]] = (),
+) -> dict[str, Any]:
     """Return the trace of (title, timeline) pairs as a JSON object. Each time axis starts where the makespan does.
 
     Args:
         timelines: The pairs.
         slow_edges: (sending stage, receiving stage) pairs whose threads are marked as slow. With several replicas the links of
             workers are marked instead that were unusually slow.
+        steps: The intervals of all ops, per step in a row and per rank, of which each timeline is the first. Updates and later
+            steps are shown too. They are not read back.
     """
     slow = frozenset(slow_edges)
     ids = count(1)
@@ -53,6 +60,7 @@ def trace(timelines: Sequence[tuple[str, Timeline]], slow_edges: Iterable[tuple[
     runs: list[dict[str, Any]] = []
     for process, (title, timeline) in enumerate(timelines, 1):
         events += _events(process, title, timeline, slow, ids)
+        events += _later(process, timeline, steps, ids)
         runs.append(
             {
                 "title": title,
@@ -65,14 +73,20 @@ def trace(timelines: Sequence[tuple[str, Timeline]], slow_edges: Iterable[tuple[
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
-def write(timelines: Sequence[tuple[str, Timeline]], path: str | Path, slow_edges: Iterable[tuple[int, int]] = ()) -> None:
-    """Write the trace to a ``.json`` file, which appears whole or not at all.
+def write(
+    timelines: Sequence[tuple[str, Timeline]],
+    path: str | Path,
+    slow_edges: Iterable[tuple[int, int]] = (),
+    *,
+    steps: Sequence[Sequence[Sequence[OpInterval]]] = (),
+) -> None:
+    """Write the trace, as of :func:`trace`, to a ``.json`` file, which appears whole or not at all.
 
     Raises:
         ReportError: The suffix is unknown, the folder does not exist, or the system refuses.
     """
     check_suffix(path, (".json",))
-    write_whole(path, json.dumps(trace(timelines, slow_edges), allow_nan=False) + "\n")
+    write_whole(path, json.dumps(trace(timelines, slow_edges, steps=steps), allow_nan=False) + "\n")
 
 
 def load(path: str | Path, run: int = 0) -> Timeline:
@@ -139,14 +153,36 @@ def _events(
         yield from _flow(process, message, middle, (thread, start + length / 2), ids)
 
 
+def _later(
+    process: int, timeline: Timeline, steps: Sequence[Sequence[Sequence[OpInterval]]], ids: Iterator[int]
+) -> Iterator[dict[str, Any]]:
+    """Yield what steps in a row have beyond the compute ops of the first: updates, and later steps with their arrows."""
+    program, zero = timeline.program, origin(timeline)
+    scale = 1e6 * (timeline.seconds_per_unit or SECONDS_PER_CASE_UNIT)
+    for number, orders in enumerate(steps):
+        middle: dict[tuple[int, int, Kind, int], tuple[int, float]] = {}
+        for interval in (interval for order in orders for interval in order):
+            op, text, thread = interval.op, program.text_of(interval.op), interval.rank + 1
+            if op.kind.is_compute and number == 0:
+                continue
+            start, length = (interval.start - zero) * scale, (interval.end - interval.start) * scale
+            name = op_name(op, op.replica if is_foreign(program, interval) else None) if op.kind.is_compute else text
+            arguments = {"step": number, "runs": text, "start": interval.start, "end": interval.end}
+            yield slice_of(process, thread, name, op.kind.value, start, length, arguments)
+            if op.kind.is_compute:
+                middle[op.replica, op.stage, op.kind, op.microbatch] = thread, start + length / 2
+        for message in timeline.messages if number else ():
+            yield from _flow(process, message, middle, None, ids)
+
+
 def _flow(
     process: int,
     message: MessageInterval,
     middle: Mapping[tuple[int, int, Kind, int], tuple[int, float]],
-    way: tuple[int, float],
+    way: tuple[int, float] | None,
     ids: Iterator[int],
 ) -> Iterator[dict[str, Any]]:
-    """Yield the arrow from producer through message to consumer. Its points are in the middle of slices, to be unambiguous."""
+    """Yield the arrow from producer to consumer, through the message if shown. Its points are in the middle of slices."""
     send, receive = message.send, other_end(message.send)
     made = [(row.kinds, send.microbatch + row.later) for row in RULE[send.kind]] or [((), 0)]  # a batch is made by no op
     used = USED_BY.get(receive.kind, ()), receive.microbatch
@@ -173,6 +209,8 @@ def op_name(op: Op, home: int | None) -> str:
 
 
 def _rank_name(program: Program, rank: int) -> str:
+    if rank not in program.routing.live:
+        return f"worker {rank} (lost)"
     replica, stages = place_of(program, rank)
     if program.is_one_pipeline:
         return f"rank {rank} (stage {', '.join(map(str, stages))})"
@@ -288,8 +326,8 @@ def _read_slices(program: Program, source: Source, unit: float | None, events: I
                 if exposed is not None and not (is_finite(exposed) and 0.0 <= exposed <= end - start):
                     raise ReportError(f"event REDUCE: exposed {exposed!r}: expected a time of at most end - start, or null")
                 reduces.append(ReduceInterval(rank, start, end, nbytes, None if exposed is None else float(exposed)))
-            case {"exposed": int(_)}:
-                pass  # the slice of REDUCE has it too
+            case {"exposed": int(_)} | {"step": int(_)}:
+                pass  # the slice of REDUCE has it too; an update or a later step belongs to no timeline
             case arguments:
                 raise ReportError(f"event with args {arguments!r}: expected those of an op, of a message or of REDUCE")
     for order in orders:

@@ -38,14 +38,15 @@ def render(timeline: Timeline, width: int = 120) -> str:
         ReportError: ``width`` is below 40.
     """
     check_width(width)
-    labels = [
-        f"rank {rank} " if timeline.program.is_one_pipeline else f"{worker_name(*place_of(timeline.program, rank))} "
-        for rank in range(len(timeline.ops))
-    ]
-    margin = max(map(len, labels), default=0)
+    program = timeline.program
+    labels = {
+        rank: f"rank {rank} " if program.is_one_pipeline else f"{worker_name(*place_of(program, rank))} "
+        for rank in program.routing.live
+    }
+    margin = max(map(len, labels.values()), default=0)
     lines = [summary(timeline)]
-    for label, order in zip(labels, timeline.ops, strict=True):
-        lines.append(label.ljust(margin) + _lane(timeline, order, width - margin))
+    for rank, label in labels.items():
+        lines.append(label.ljust(margin) + _lane(timeline, timeline.ops[rank], width - margin))
     return "\n".join(lines) + "\n"
 
 
@@ -56,9 +57,10 @@ def summary(timeline: Timeline) -> str:
 
 
 def bubble_ratio(timeline: Timeline) -> float:
-    """Return the idle share of all ranks' time within the makespan, 0 … 1."""
-    whole = timeline.makespan * len(timeline.ops)
-    return sum(timeline.bubble) / whole if whole else 0.0
+    """Return the idle share of the time within the makespan of all ranks that live, 0 … 1."""
+    live, bubble = timeline.program.routing.live, timeline.bubble
+    whole = timeline.makespan * len(live)
+    return sum(bubble[rank] for rank in live) / whole if whole else 0.0
 
 
 def percent(ratio: float) -> str:

@@ -81,8 +81,8 @@ class Simulation:
 
     @property
     def bubble_ratio(self) -> float:
-        """Idle time of all workers as a fraction of workers × makespan; zero if the step takes no time."""
-        time = self.makespan * self.program.ranks
+        """Idle time of all workers that live as a fraction of these × makespan; zero if the step takes no time."""
+        time = self.makespan * len(self.program.routing.live)
         return (time - sum(self.busy)) / time if time > 0 else 0.0
 
     @cached_property

@@ -265,7 +265,7 @@ def test_compare_draws_all_timelines_and_writes_the_plan(folder: Path, capsys: p
 def test_compare_names_the_rank_that_is_over_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("slow.json").write_text(json.dumps(CASE | {"mem_cap": 4}))
     assert main(["plan", "slow.json", "--compare", "zb_h2"]) == 0
-    assert re.search(r"^ zb_h2 .* over on rank 0$", capsys.readouterr().out, re.MULTILINE)
+    assert re.search(r"^ zb_h2 .* over on worker 0$", capsys.readouterr().out, re.MULTILINE)
     found = run_json(capsys, "plan", "slow.json", "--sweep", "edge=1-2", "delay=0:1", "steps=2", "names=zb_h2", "--json")
     assert found["over_memory"] == {"zb_h2": [True, True]}
     assert main("plan slow.json --sweep edge=1-2 delay=0:1 steps=2 names=zb_h2".split()) == 0

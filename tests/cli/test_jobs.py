@@ -166,7 +166,11 @@ def test_a_simulated_program_is_printed_drawn_and_traced(folder: Path, capsys: p
     assert any(line.startswith("1.2 lost ////") and len(line) == 90 for line in shown.splitlines())
     assert "period 30" in Path("plan.svg").read_text()
     assert Path("s.png").read_bytes().startswith(b"\x89PNG")
-    assert json.loads(Path("t.json").read_text())["otherData"]["format"] == "adaptra-job-trace"
+    read = printed(capsys, "trace", "t.json", "--width", "90")
+    assert read.startswith("adapted on job\nadapted, simulated: makespan ")
+    assert " ms" not in read, "the unit of the case is not known"
+    assert printed(capsys, "trace", "t.json", "-o", "again.svg") == ""
+    assert ">0.2</text>" in Path("again.svg").read_text()
 
 
 def test_a_job_that_takes_no_time_is_planned(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +197,7 @@ def test_a_job_that_takes_no_time_is_planned(folder: Path, capsys: pytest.Captur
         (("plan", "pipeline.json", "--replicas", "1000000"), "P, S, M: 4,000,000 stages × 6 microbatches are 72,000,000 ops"),
         (
             ("plan", "job.json", "--compare", "1f1b"),
-            "compare '1f1b' for several replicas: expected some of healthy, kept, blocks, turns",
+            "schedule '1f1b': expected some of healthy, kept, blocks, turns, adapted",
         ),
         (("plan", "job.json", "--slow-edge", "1-2"), "--slow-edge: job has several replicas: expected a case of one pipeline"),
         (("plan", "job.json", "--picture", "plan.pdf"), "plan.pdf: suffix '.pdf': expected .svg or .png"),

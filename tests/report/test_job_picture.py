@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import xml.etree.ElementTree as ET
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from jobs import even_case
+from jobs import even_case, random_case, random_job_program
 
 from adaptra.errors import ReportError
 from adaptra.planning.routes.job_planner import plan_job
 from adaptra.planning.routes.route import share_evenly
 from adaptra.program import Kind
 from adaptra.program.placement import v_shaped
+from adaptra.report import perfetto
 from adaptra.report.job_picture import STEPS_SHOWN, UPDATES, colour_of, draw_jobs
 from adaptra.report.job_rows import MOST_ROWS, job_rows, render_job
-from adaptra.report.job_trace import job_trace, write_job_trace
+from adaptra.report.text import bubble_ratio, render
 from adaptra.simulation.case import Case
 from adaptra.simulation.simulate import Simulation, simulate
 
@@ -132,29 +133,52 @@ def test_text_refuses_a_width_that_shows_nothing() -> None:
         render_job(planned(LOST), width=39)
 
 
-def test_a_trace_names_workers_and_homes_and_has_all_ops(tmp_path: Path) -> None:
+def traced(simulated: Simulation) -> list[dict[str, Any]]:
+    steps = simulated.steps[:STEPS_SHOWN]
+    return perfetto.trace([("one lost", simulated.timeline)], steps=steps)["traceEvents"]
+
+
+def test_a_trace_of_steps_in_a_row_has_all_their_ops_and_is_read_back(tmp_path: Path) -> None:
     simulated = planned(LOST)
-    write_job_trace(simulated, tmp_path / "t.json")
-    data = json.loads((tmp_path / "t.json").read_text())
-    assert data == json.loads(json.dumps(job_trace(simulated)))
-    assert (data["otherData"]["format"], data["otherData"]["period"]) == ("adaptra-job-trace", 30.0)
-    assert Case.from_json(data["otherData"]["case"]) == LOST
-    names = {event["args"]["name"] for event in data["traceEvents"] if event["ph"] == "M"}
-    assert {"replica 1", "worker 6 (1.2 lost)", "worker 2 (0.2)"} <= names
-    slices = [event for event in data["traceEvents"] if event["ph"] == "X"]
-    assert len(slices) == STEPS_SHOWN * (3 * 3 * 4 * 6 + 2 * 11)
-    foreign = [event for event in slices if event["name"].endswith(" of replica 1")]
+    events = traced(simulated)
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert {"one lost", "worker 6 (lost)", "worker 2 (0.2)", "0.1 → 0.2"} <= names
+    ops = [event for event in events if event["ph"] == "X" and "message" not in event["args"]]
+    assert len(ops) == STEPS_SHOWN * (3 * 3 * 4 * 6 + 2 * 11)
+    foreign = [event for event in ops if event["name"].endswith(" of replica 1")]
     assert len(foreign) == STEPS_SHOWN * 3 * 6
-    assert all(event["args"]["home"] == 1 and event["pid"] != 2 for event in foreign)
+    assert {event["tid"] for event in foreign} == {3, 11}, "the threads of workers 0.2 and 2.2"
+    shown = Counter((event["tid"] - 1, event["args"]["start"], event["args"]["end"]) for event in ops)
+    assert shown == Counter((i.rank, i.start, i.end) for step in simulated.steps[:STEPS_SHOWN] for order in step for i in order)
+    steps = simulated.steps[:STEPS_SHOWN]
+    perfetto.write([("one lost", simulated.timeline)], tmp_path / "t.json", steps=steps)
+    assert perfetto.load(tmp_path / "t.json") == simulated.timeline
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_first_of_steps_in_a_row_is_the_step_alone(seed: int) -> None:
+    """So a trace may have the ops of both. The first F of a step comes after all messages of the step before."""
+    case = random_case(seed, links=True, shapes=True)
+    simulated = simulate(random_job_program(case, seed), case)
+    first = tuple(tuple(one for one in order if one.op.kind.is_compute) for order in simulated.steps[0])
+    assert first == simulated.timeline.ops
+
+
+def test_a_lost_worker_neither_idles_nor_has_a_row_in_a_timeline() -> None:
+    timeline = planned(LOST).timeline
+    work = 3 * 4 * 6 * 3
+    assert bubble_ratio(timeline) == pytest.approx(1 - work / (11 * timeline.makespan))
+    rows = [line.split(" ")[0] for line in render(timeline).splitlines()[1:]]
+    assert rows == ["0.0", "0.1", "0.2", "0.3", "1.0", "1.1", "1.3", "2.0", "2.1", "2.2", "2.3"]
 
 
 def test_arrows_of_a_trace_begin_and_end_in_ops_of_neighbouring_stages() -> None:
-    events = job_trace(planned(LOST))["traceEvents"]
-    slices = [event for event in events if event["ph"] == "X" and event["dur"] > 0]
+    events = traced(planned(LOST))
+    slices = [event for event in events if event["ph"] == "X" and event["dur"] > 0 and "message" not in event["args"]]
 
-    def under(flow: dict[str, float]) -> str:
+    def under(flow: dict[str, Any]) -> str:
         (found,) = [
-            event["args"]["op"]
+            event["args"].get("op") or event["args"]["runs"]
             for event in slices
             if (event["pid"], event["tid"]) == (flow["pid"], flow["tid"])
             and event["ts"] < flow["ts"] < event["ts"] + event["dur"]

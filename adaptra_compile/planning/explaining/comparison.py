@@ -1,10 +1,11 @@
-"""Comparison of several schedules for one planning problem, and their times as the delay of an edge grows.
+"""Comparison of several plans for one planning problem, and the times of schedules as the delay of an edge grows.
 
-The time that counts is the period of steps in a row, or the makespan where the case has a barrier between them.
+The time that counts is the period of steps in a row, or the makespan where one pipeline has a barrier between them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -12,8 +13,11 @@ from typing import Any, Final
 from adaptra.errors import PlanError
 from adaptra.passes.adapt_order import ADAPTED
 from adaptra.planning.published import PAPER, paper_rule
+from adaptra.planning.routes.job_planner import plan_job
+from adaptra.planning.routes.period_bound import PeriodBound, period_bound
+from adaptra.planning.routes.route import share_evenly
 from adaptra.planning.routes.steady_steps import timing_of
-from adaptra.planning.timing import StepBound, StepTiming
+from adaptra.planning.timing import StepBound
 from adaptra.program import Program
 from adaptra.program.schedules import GENERATORS, PLACED, generate_for
 from adaptra.simulation.case import Case
@@ -24,7 +28,17 @@ KEPT: Final = "kept"
 """In a sweep: the plan for the smallest delay, kept while the delay grows."""
 
 COMPARED: Final = (*GENERATORS, *PLACED, PAPER, ADAPTED)
-"""Schedule names that :func:`compare` accepts."""
+"""Schedule names that :func:`compare` accepts for one pipeline."""
+
+HEALTHY: Final = "healthy"
+"""The plan of several replicas if no worker were lost or slow. It says nothing about the bound of the case."""
+
+SHARED: Final = (HEALTHY, "kept", "blocks", "turns", ADAPTED)
+"""Names that :func:`compare` accepts for several replicas, by how these share microbatches.
+
+With ``kept``, slow workers keep all their microbatches, and only those of lost ones are shared. With ``blocks``, workers give
+microbatches of the middle of the step, in contiguous blocks. With ``turns`` they give them in turns, as ReCycle does.
+"""
 
 SWEPT: Final = (*COMPARED, KEPT)
 """Schedule names that :func:`sweep_delay` accepts."""
@@ -32,22 +46,29 @@ SWEPT: Final = (*COMPARED, KEPT)
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Schedules for one problem, in the order asked for.
+    """Plans for one problem, in the order asked for.
 
     Attributes:
         case: The planning problem.
         bound: The bound of the time that counts.
-        runs: One simulation per schedule. A fixed schedule ignores memory limits and may exceed them.
+        runs: One simulation per plan, whose program has the plan's name. A fixed schedule ignores memory limits and may exceed
+            them.
     """
 
     case: Case
-    bound: StepBound
+    bound: StepBound | PeriodBound
     runs: tuple[Simulation, ...]
 
     @property
-    def timing(self) -> StepTiming:
-        """The time that counts."""
-        return timing_of(barrier=self.case.barrier)
+    def counts_periods(self) -> bool:
+        """Whether the period counts. That of several replicas has their barrier in it."""
+        return not (self.case.barrier and self.case.is_one_pipeline)
+
+    def of_bound(self, run: Simulation) -> float | None:
+        """Return a run's time that counts as a multiple of its bound; None for a bound without end and for other workers."""
+        time = run.period if self.counts_periods else run.makespan
+        bounded = run.program.name != HEALTHY and 0 < self.bound.value < math.inf
+        return time / self.bound.value if bounded else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,28 +104,43 @@ class Sweep:
 
 
 def compare(
-    case: Case, names: Iterable[str], *, in_flight: int | Sequence[int] | None = None, adapted: Program | None = None
+    case: Case,
+    names: Iterable[str],
+    adapted: Program,
+    *,
+    in_flight: int | Sequence[int] | None = None,
+    budget: float | None = None,
 ) -> Comparison:
-    """Simulate schedules by name: those that :func:`adaptra.program.schedules.generate_for` knows, ``paper`` and ``adapted``.
+    """Simulate plans by name: schedules of one pipeline, or ways to share the microbatches of several replicas.
 
     Args:
         case: The problem.
-        names: Some of :data:`COMPARED`.
-        in_flight: The most microbatches in flight per stage. Only ``paper`` and ``adapted`` observe it.
-        adapted: The plan to show as ``adapted``, or None to plan here.
+        names: Some of :data:`COMPARED` for one pipeline, of :data:`SHARED` for several replicas.
+        adapted: The plan to show as ``adapted``. With several replicas the bound is that of its routes.
+        in_flight: The most microbatches in flight per stage. Only ``paper`` observes it.
+        budget: Seconds to search each plan of several replicas.
 
     Raises:
         PlanError: A name is unknown, or no plan fits.
         ScheduleError: The schedule has another placement than the case.
     """
+    if case.is_one_pipeline:
+        schedules = check_names(names, COMPARED)
+        programs = (adapted if name == ADAPTED else _program(case, name, in_flight) for name in schedules)
+        return Comparison(
+            case, timing_of(barrier=case.barrier).binds(case), tuple(simulate(program, case.cost) for program in programs)
+        )
+    shared = check_names(names, SHARED)
+    found = (simulate(adapted, case) if name == ADAPTED else _shared(case, name, budget) for name in shared)
+    return Comparison(case, period_bound(case, adapted.routing), tuple(found))
 
-    def run(name: str) -> Simulation:
-        if name == ADAPTED and adapted is not None:
-            return simulate(adapted, case.cost)
-        return simulate(_program(case, name, in_flight), case.cost)
 
-    names = check_names(names, COMPARED)
-    return Comparison(case, timing_of(barrier=case.barrier).binds(case), tuple(map(run, names)))
+def _shared(case: Case, name: str, budget: float | None) -> Simulation:
+    """Return the plan of several replicas that share as the name says."""
+    here = replace(case, lost=frozenset(), slow={}) if name == HEALTHY else case
+    equal = replace(case, slow={}, ports={}) if name == "kept" else here
+    routing = () if name == HEALTHY else share_evenly(equal, in_turns=name == "turns")
+    return simulate(replace(plan_job(here, budget=budget, routing=routing), name=name), here)
 
 
 def sweep_delay(

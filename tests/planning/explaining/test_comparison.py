@@ -7,10 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from jobs import even_case
 
 from adaptra.errors import CaseError, MissingExtraError, PlanError, ScheduleError
 from adaptra.planning.explaining.comparison import KEPT, SWEPT, compare, sweep_delay
 from adaptra.planning.planner import plan
+from adaptra.planning.routes.job_planner import plan_job
+from adaptra.planning.routes.period_bound import period_bound
 from adaptra.planning.routes.steady_steps import PERIOD
 from adaptra.program.schedules import PLACED, generate
 from adaptra.report.sweep import draw_sweep
@@ -24,25 +27,43 @@ ONE_STAGE = [name for name in SWEPT if name not in PLACED]
 
 
 def test_a_comparison_keeps_the_order_and_names_each_schedule_once() -> None:
-    found = compare(CASE, ["zb_h2", "adapted", "zb_h2", "1f1b"])
+    found = compare(CASE, ["zb_h2", "adapted", "zb_h2", "1f1b"], PERIOD.plan(CASE))
     assert [run.program.name for run in found.runs] == ["zb_h2", "adapted", "1f1b"]
     assert found.runs[2].makespan == simulate(generate("1f1b", 4, 8), CASE.cost).makespan
-    assert (found.timing.name, found.bound) == ("period", PERIOD.binds(CASE))
-    assert found.runs[1].period == PERIOD.of(PERIOD.plan(CASE), CASE.cost) <= found.runs[0].period
+    assert found.counts_periods and found.bound == PERIOD.binds(CASE)
+    assert found.runs[1].period <= found.runs[0].period
 
 
 def test_behind_a_barrier_the_makespan_counts() -> None:
-    found = compare(replace(CASE, barrier=True), ["adapted"])
-    assert (found.timing.name, found.bound.value) == ("makespan", lower_bound(CASE).value)
-    assert found.runs[0].makespan == simulate(plan(CASE), CASE.cost).makespan
+    found = compare(replace(CASE, barrier=True), ["adapted"], plan(CASE))
+    assert not found.counts_periods and found.bound.value == lower_bound(CASE).value
+    assert found.of_bound(found.runs[0]) == found.runs[0].makespan / found.bound.value
     swept = sweep_delay(replace(CASE, barrier=True), BOTH, [0], ["adapted"])
     assert swept.to_json()["makespans"] == {"adapted": [found.runs[0].makespan]} and swept.bounds == (found.bound.value,)
 
 
 def test_a_given_plan_is_not_planned_again() -> None:
     given = replace(generate("gpipe", 4, 8), name="adapted")
-    (run,) = compare(CASE, ["adapted"], adapted=given).runs
+    (run,) = compare(CASE, ["adapted"], given).runs
     assert run.program is given
+
+
+def test_ways_to_share_microbatches_are_compared_by_the_period_and_its_bound() -> None:
+    case = replace(even_case(3, 4, 6, 3.0), slow={6: 2.0})
+    adapted = plan_job(case)
+    found = compare(case, ["kept", "healthy", "kept", "adapted"], adapted)
+    assert [run.program.name for run in found.runs] == ["kept", "healthy", "adapted"]
+    kept, healthy, planned = found.runs
+    assert (kept.period, healthy.period, planned.period) == (42, 22, simulate(adapted, case).period)
+    assert found.bound == period_bound(case, adapted.routing)
+    assert found.of_bound(kept) == 42 / found.bound.value
+    assert found.of_bound(healthy) is None, "it has faster workers than those that the bound is of"
+    lost = replace(even_case(3, 4, 6, 3.0), lost=frozenset({6}))
+    (around,) = compare(lost, ["adapted"], plan_job(lost)).runs
+    work = 3 * 4 * 6 * 3 + 11 * 3  # the ops of all microbatches, and the optimizers of the workers that live
+    assert around.bubble_ratio == pytest.approx(1 - work / (11 * around.makespan)), "a lost worker does not idle"
+    with pytest.raises(PlanError, match=r"^schedule '1f1b': expected some of healthy, kept, blocks, turns, adapted$"):
+        compare(case, ["1f1b"], adapted)
 
 
 def test_a_sweep_adds_to_the_latency_and_plans_anew_but_for_the_plan_kept() -> None:
@@ -68,9 +89,9 @@ def test_wrong_questions_are_refused() -> None:
     with pytest.raises(
         PlanError, match=r"^schedule 'kept': expected some of gpipe, 1f1b, zb_h1, zb_h2, interleaved, zbv, paper, adapted$"
     ):
-        compare(CASE, ["kept"])
+        compare(CASE, ["kept"], generate("gpipe", 4, 8))
     with pytest.raises(PlanError, match=r"^no schedule to compare: expected some of"):
-        compare(CASE, [])
+        compare(CASE, [], generate("gpipe", 4, 8))
     with pytest.raises(PlanError, match=r"^no delays: expected at least one$"):
         sweep_delay(CASE, BOTH, [])
     with pytest.raises(CaseError, match=r"^edge 3→4: expected two neighbouring stages of 0..3$"):
@@ -78,7 +99,7 @@ def test_wrong_questions_are_refused() -> None:
     with pytest.raises(CaseError, match=r"is -1.0: expected a finite number that is not negative$"):
         sweep_delay(CASE, BOTH, [-3])
     with pytest.raises(ScheduleError, match=r"^placement 0,1,0,1: 1f1b places stages on ranks 0,1,2,3$"):
-        compare(replace(CASE, placement=(0, 1, 0, 1), name="two"), ["1f1b"])
+        compare(replace(CASE, placement=(0, 1, 0, 1), name="two"), ["1f1b"], generate("gpipe", 4, 8))
 
 
 def test_the_picture_names_every_schedule_and_what_is_over_memory(tmp_path: Path) -> None:
