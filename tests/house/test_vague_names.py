@@ -16,21 +16,8 @@ from vague_names import lives_in
 MOST_LINES = 3
 
 ROOMS = {
-    "checks": 7,
     "cli": 28,
-    "collectives": 1,
-    "equations": 1,
-    "frontend": 9,
-    "frontend.arguments": 11,
-    "frontend.followed": 10,
-    "frontend.losses": 8,
-    "frontend.module_like": 3,
-    "frontend.pipeline": 2,
     "frontend.running": 4,
-    "frontend.saved": 7,
-    "frontend.shapes": 7,
-    "frontend.weights": 7,
-    "integrations": 15,
     "passes": 4,
     "planning": 6,
     "planning.explaining": 6,
@@ -67,7 +54,6 @@ ROOMS = {
     "runtime.worker.step": 8,
     "simulation": 13,
     "sizes": 1,
-    "unlike_numbers": 1,
 }
 """Variables and parameters by room, a folder of modules or a module that stands in none."""
 
