@@ -26,18 +26,18 @@ def is_finite(given: object) -> TypeGuard[int | float]:
     return is_real(given) and math.isfinite(given)
 
 
-def is_list_of(kind: type[T], given: object) -> TypeGuard[Sequence[T]]:
+def is_list_of(kind: type[T], value: object) -> TypeGuard[Sequence[T]]:
     """Return True if this is a sequence of values of this class; a string is none."""
-    if isinstance(given, str) or not isinstance(given, Sequence):
+    if isinstance(value, str) or not isinstance(value, Sequence):
         return False
-    return all(isinstance(one, kind) for one in cast("Sequence[object]", given))
+    return all(isinstance(one, kind) for one in cast("Sequence[object]", value))
 
 
-def are_edges(given: object) -> bool:
+def are_edges(value: object) -> bool:
     """Return True if this is a sequence of directed edges of neighbouring stages, such as ``[(1, 2)]``."""
-    if isinstance(given, str) or not isinstance(given, Sequence):
+    if isinstance(value, str) or not isinstance(value, Sequence):
         return False
-    for edge in cast("Sequence[object]", given):
+    for edge in cast("Sequence[object]", value):
         match edge:
             case (int(source), int(destination)) if source >= 0 <= destination and abs(source - destination) == 1:
                 continue
@@ -51,52 +51,52 @@ def nearest_multiple(given: int, unit: int) -> int:
     return max(1, round(given / unit)) * unit
 
 
-def require_flag(name: str, given: object) -> None:
+def require_flag(name: str, value: object) -> None:
     """Refuse an option that is not True or False.
 
     Raises:
         OptionError: The option is refused. The text names it and its value.
     """
-    if not isinstance(given, bool):
-        raise OptionError(f"{name}={given!r}: expected True or False")
+    if not isinstance(value, bool):
+        raise OptionError(f"{name}={value!r}: expected True or False")
 
 
-def require_count(name: str, given: object) -> None:
+def require_count(name: str, value: object) -> None:
     """Refuse an option that is not a whole number of at least 1.
 
     Raises:
         OptionError: The option is refused. The text names it and its value.
     """
-    if not is_whole(given) or given < 1:
-        raise OptionError(f"{name}={given!r}: expected a whole number of at least 1")
+    if not is_whole(value) or value < 1:
+        raise OptionError(f"{name}={value!r}: expected a whole number of at least 1")
 
 
-def require_seconds(name: str, given: object) -> None:
+def require_seconds(name: str, value: object) -> None:
     """Refuse an option that is not a finite number of seconds above 0.
 
     Raises:
         OptionError: The option is refused. The text names it and its value.
     """
-    if not is_finite(given) or given <= 0:
-        raise OptionError(f"{name}={given!r}: expected a number of seconds above 0")
+    if not is_finite(value) or value <= 0:
+        raise OptionError(f"{name}={value!r}: expected a number of seconds above 0")
 
 
-def require_word(name: str, given: Any, words: Sequence[str]) -> None:
+def require_word(name: str, value: Any, words: Sequence[str]) -> None:
     """Refuse an option that is none of these words.
 
     Raises:
         OptionError: The option is refused. The text names it, its value and the words.
     """
-    if given not in words:
+    if value not in words:
         *others, last = map(repr, words)
-        raise OptionError(f"{name}={given!r}: expected {', '.join(others)} or {last}")
+        raise OptionError(f"{name}={value!r}: expected {', '.join(others)} or {last}")
 
 
-def require_call(name: str, given: object, argument: str) -> None:
+def require_call(name: str, value: object, argument: str) -> None:
     """Refuse an option that is neither a function nor None. ``argument`` says what the function is called with.
 
     Raises:
         OptionError: The option is refused. The text names it and its value.
     """
-    if given is not None and not callable(given):
-        raise OptionError(f"{name}={given!r}: expected a function that is called with each {argument}, or None")
+    if value is not None and not callable(value):
+        raise OptionError(f"{name}={value!r}: expected a function that is called with each {argument}, or None")

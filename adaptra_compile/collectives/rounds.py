@@ -77,7 +77,7 @@ def chain(replicas: int, parts: int, rank: int | None = None) -> Iterator[TermMe
     """
     pace = min(replicas - 1, 2)
     last = replicas - 1
-    found = [
+    messages = [
         message
         for part in range(parts if replicas > 1 else 0)
         for hop in range(last)
@@ -87,7 +87,7 @@ def chain(replicas: int, parts: int, rank: int | None = None) -> Iterator[TermMe
         )
         if rank is None or rank in (message.source, message.destination)
     ]
-    yield from sorted(found, key=lambda message: message.round)
+    yield from sorted(messages, key=lambda message: message.round)
 
 
 ALGORITHMS: Final[Mapping[str, Algorithm]] = {"direct": direct, "chain": chain}

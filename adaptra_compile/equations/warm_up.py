@@ -109,15 +109,15 @@ def _fit(slack: list[int], needed: Sequence[float], stage: int, limit: int) -> N
             surplus -= 1
 
 
-def in_flight_limits(given: int | Sequence[int] | None, stages: int, microbatches: int) -> tuple[int, ...]:
+def in_flight_limits(in_flight: int | Sequence[int] | None, stages: int, microbatches: int) -> tuple[int, ...]:
     """Return the limit of microbatches in flight of each stage, from one number, a number per stage, or None for no limit.
 
     Raises:
         PlanError: A limit is below 1, or the number of limits is not the number of stages.
     """
-    if given is None:
+    if in_flight is None:
         return (microbatches,) * stages
-    limits = (given,) * stages if isinstance(given, int) else tuple(given)
+    limits = (in_flight,) * stages if isinstance(in_flight, int) else tuple(in_flight)
     if len(limits) != stages:
         raise PlanError(f"in_flight: expected one number or {stages}, one per stage, got {len(limits)}")
     for stage, limit in enumerate(limits):

@@ -128,13 +128,13 @@ def compile(
     if not isinstance(named, Mapping):
         raise OptionError(f"example_kwargs={named!r}: expected a dict of the model's keyword arguments")
     if example_inputs is not None or named:
-        given = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-        if len(given) > 2:
+        example = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+        if len(example) > 2:
             raise BatchError(
-                f"example_inputs: a tuple of {len(given)}: expected inputs alone or (inputs, targets); several inputs are a "
+                f"example_inputs: a tuple of {len(example)}: expected inputs alone or (inputs, targets); several inputs are a "
                 "tuple of their own, as in ((first, second), targets)"
             )
-        pipeline.build(*given, **named)
+        pipeline.build(*example, **named)
     return pipeline
 
 
@@ -223,12 +223,12 @@ class Pipeline(LayoutMethods, ObservationMethods):
         given_to_all = {"inputs": batch.inputs, "targets": batch.targets, "shape": batch.number}
         to_all = wanted == "all" and session.is_launched
         run = partial(Worker.step, **given_to_all, loss_scale=scale, with_outputs=bool(wanted), to_all=to_all)
-        found = session.local.on_every_rank(run, name_of_call("step", wanted))
-        self._losses = found[0][0]
+        by_rank = session.local.on_every_rank(run, name_of_call("step", wanted))
+        self._losses = by_rank[0][0]
         loss = session.reduction.of_batch(self._losses, batch.shares)
         if not wanted:
             return loss
-        flat = next((one for _, one in found if one is not None), None)
+        flat = next((one for _, one in by_rank if one is not None), None)
         return loss, None if flat is None else batch.outputs_by.outputs_in_training.unflatten(flat)
 
     @property
@@ -292,12 +292,12 @@ class Pipeline(LayoutMethods, ObservationMethods):
         given_to_all = {"inputs": batch.inputs, "targets": batch.targets if with_loss else None, "shape": batch.number}
         to_all = outputs == "all" and session.is_launched
         run = partial(Worker.evaluate, **given_to_all, with_outputs=bool(outputs) and with_loss, to_all=to_all)
-        found = session.local.on_every_rank(run, name_of_call(call, outputs))
-        losses = found[0][0]
+        by_rank = session.local.on_every_rank(run, name_of_call(call, outputs))
+        losses = by_rank[0][0]
         loss = None if losses is None else session.reduction.of_batch(losses, batch.shares)
         if losses is not None and not outputs:
             return loss
-        flat = next((one for _, one in found if one is not None), None)
+        flat = next((one for _, one in by_rank if one is not None), None)
         whole = None if flat is None else batch.outputs_by.outputs.unflatten(flat)
         return whole if losses is None else (loss, whole)
 

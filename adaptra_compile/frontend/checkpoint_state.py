@@ -76,10 +76,10 @@ class TrainingState:
         session.go_on_at(step)
 
     def _fitting(self, state: Mapping[str, Any]) -> tuple[FittingModel, FittingState, int]:
-        given: Any = state
-        if not isinstance(given, Mapping):
+        saved: Any = state
+        if not isinstance(saved, Mapping):
             raise StateError(
-                f"training state: a {type(given).__name__}: expected a dict, as TrainingState.state_dict() returns"
+                f"training state: a {type(saved).__name__}: expected a dict, as TrainingState.state_dict() returns"
             )
         step = check_step(state.get("step"))
         absent = [key for key in _KEYS if key not in state]

@@ -78,7 +78,7 @@ class BackendOptions:
     runtime: Options = field(default_factory=Options)
 
     @classmethod
-    def parse(cls, given: Mapping[str, Any]) -> Self:
+    def parse(cls, options: Mapping[str, Any]) -> Self:
         """Read the options.
 
         Raises:
@@ -86,12 +86,12 @@ class BackendOptions:
         """
         own = {one.name for one in fields(cls)} - {"runtime"}
         runtime = {one.name for one in fields(Options)}
-        unknown = sorted(set(given) - own - runtime)
+        unknown = sorted(set(options) - own - runtime)
         if unknown:
             raise OptionError(f"options: unknown {', '.join(unknown)}: expected any of {', '.join(sorted(own | runtime))}")
         return cls(
-            **{name: value for name, value in given.items() if name in own},
-            runtime=Options(**{name: value for name, value in given.items() if name in runtime}),
+            **{name: value for name, value in options.items() if name in own},
+            runtime=Options(**{name: value for name, value in options.items() if name in runtime}),
         )
 
     def settled(self, ranks: int, rows: int | None) -> Settled:
@@ -231,11 +231,11 @@ class _Pipelined:
     def _inputs(self, given: Sequence[Any]) -> tuple[Tensor, ...]:
         return tuple(given[position] for position in self._model.inputs)
 
-    def _pass_on_state(self, pipeline: Pipeline, given: Sequence[Any]) -> None:
+    def _pass_on_state(self, pipeline: Pipeline, arguments: Sequence[Any]) -> None:
         """Copy the optimizer's changes to the stages' own copies of shared parameters."""
         with torch.no_grad():
             for name, tensor in pipeline.held_tensors():
-                original = given[self._model.state[name]]
+                original = arguments[self._model.state[name]]
                 if tensor.data_ptr() != original.data_ptr():
                     tensor.copy_(original)
 
@@ -295,16 +295,16 @@ class _OnePass(_Pipelined):
 
     _steps = 0
 
-    def __call__(self, *given: Any) -> tuple[Tensor]:
+    def __call__(self, *arguments: Any) -> tuple[Tensor]:
         """Run a step on the graph's inputs, in order."""
         with without_autocast():  # an autocast around the call is part of the graph, which enters it
-            return self._run(given)
+            return self._run(arguments)
 
-    def _run(self, given: Sequence[Any]) -> tuple[Tensor]:
-        inputs = self._inputs(given)
+    def _run(self, arguments: Sequence[Any]) -> tuple[Tensor]:
+        inputs = self._inputs(arguments)
         pipeline, is_first = self._pipeline_for(inputs, Pipeline)
         whole = self._loss_of_whole_batch(inputs) if is_first else None
-        self._pass_on_state(pipeline, given)
+        self._pass_on_state(pipeline, arguments)
         pipeline.session.go_on_at(self._steps)  # random numbers depend on the step of the training, not on the pipeline
         loss = pipeline.step(inputs)
         self._steps += 1
@@ -315,7 +315,7 @@ class _OnePass(_Pipelined):
             )
         gradients = self._take_gradients(pipeline)
         self._take_buffers(pipeline)
-        parameters = [given[self._model.state[name]] for name in gradients]
+        parameters = [arguments[self._model.state[name]] for name in gradients]
         return (_Deliver.apply(loss, list(gradients.values()), *parameters),)  # pyright: ignore[reportReturnType]
 
     def _loss_of_whole_batch(self, inputs: tuple[Tensor, ...]) -> Tensor:
@@ -346,13 +346,13 @@ class _TwoPass(_Pipelined):
 
     _with_loss = False
 
-    def __call__(self, *given: Any) -> tuple[Tensor, ...]:
+    def __call__(self, *arguments: Any) -> tuple[Tensor, ...]:
         """Run the forward pass on the graph's inputs, in order."""
-        inputs = self._inputs(given)
-        parameters = [given[self._model.state[name]] for name, _ in self._model.named_parameters()]
+        inputs = self._inputs(arguments)
+        parameters = [arguments[self._model.state[name]] for name, _ in self._model.named_parameters()]
         with without_autocast():  # an autocast around the call is part of the graph, which enters it
             pipeline, _ = self._pipeline_for(inputs, partial(TwoPassPipeline))
-            self._pass_on_state(pipeline, given)
+            self._pass_on_state(pipeline, arguments)
             outputs, call = pipeline.forward([one.detach() for one in inputs], [*parameters, *inputs])
             self._take_buffers(pipeline)
         return _Later.apply(self, pipeline, call, outputs, *parameters, *inputs)  # pyright: ignore[reportReturnType]

@@ -320,8 +320,8 @@ def compile_stages(
     """
     if stages < 1:
         raise PartitionError(f"stages={stages}: expected at least 1")
-    one = Microbatch.of(model, args, kwargs, targets, loss, with_loss=with_loss)
-    flat, analysis, trained = one.captured(evaluation=False, changed=frozenset())
+    microbatch = Microbatch.of(model, args, kwargs, targets, loss, with_loss=with_loss)
+    flat, analysis, trained = microbatch.captured(evaluation=False, changed=frozenset())
     progress("captured", 1, 2)
     require_trained(flat, analysis)
     cuts = find_cuts(flat, analysis)
@@ -331,35 +331,35 @@ def compile_stages(
         positions = balance(cuts, stages) if split is None else cut_before(flat, analysis, cuts, split, stages)
     progress("cut into stages", 1, 1)
 
-    eval_flat, eval_analysis, outputs = one.captured(evaluation=True, changed=analysis.changed_state)
+    eval_flat, eval_analysis, outputs = microbatch.captured(evaluation=True, changed=analysis.changed_state)
     progress("captured", 2, 2)
-    made = Captured(
+    captured = Captured(
         stages=stages,
-        names=one.names,
+        names=microbatch.names,
         flat=flat,
         analysis=analysis,
         cuts=cuts,
         eval_flat=eval_flat,
         eval_analysis=eval_analysis,
         eval_cuts=find_cuts(eval_flat, eval_analysis),
-        formats=(one.inputs, one.targets, outputs, trained),
+        formats=(microbatch.inputs, microbatch.targets, outputs, trained),
         sizes=_state_bytes(model),
-        mode=one.mode,
+        mode=microbatch.mode,
     )
-    compiled = made.cut(positions, progress)
+    compiled = captured.cut(positions, progress)
     if like is not None and with_loss and same_state:
         like.require_same_state(compiled)
     if not compare:
         return compiled
     try:
-        batch = one.flat_inputs, one.inputs, one.flat_targets, one.targets
-        eager = list_eager_ops(model, *batch, loss, names=one.names, with_loss=with_loss)
-        difference = _difference(made, compiled, eager)
+        batch = microbatch.flat_inputs, microbatch.inputs, microbatch.flat_targets, microbatch.targets
+        eager = list_eager_ops(model, *batch, loss, names=microbatch.names, with_loss=with_loss)
+        difference = _difference(captured, compiled, eager)
     except Exception as error:
         # A captured model can be trained even if the comparison fails. The failure is recorded.
         failed = f"{type(error).__name__}: {next(iter(str(error).splitlines()), 'no reason given')[:300]}"
         difference = OpsDifference("", "", "", 0, 0, failed)
-    return replace(compiled, captured=replace(made, difference=difference))
+    return replace(compiled, captured=replace(captured, difference=difference))
 
 
 def require_trained(flat: FlatGraph, analysis: Analysis) -> None:
@@ -388,20 +388,22 @@ def require_state(like: CompiledStages, piece: Piece, flat: FlatGraph) -> None:
         )
 
 
-def _difference(made: Captured, compiled: CompiledStages, eager: Sequence[EagerOp]) -> OpsDifference | None:
-    parameters = {name: made.analysis.values[node] for node, name in made.flat.state.items()}
+def _difference(captured: Captured, compiled: CompiledStages, eager: Sequence[EagerOp]) -> OpsDifference | None:
+    parameters = {name: captured.analysis.values[node] for node, name in captured.flat.state.items()}
     sums: Counter[Signature] = Counter()
     for tied in compiled.tied:
         # Each stage returns its contributions to the gradient, and the runtime adds them up in autograd's order.
         sums[sum_of(parameters[tied.name])] += max(0, len(tied.order) - 1)
-    again = made.stages > 1 or any(region_of(node) is not None for node in made.analysis.nodes)
+    again = captured.stages > 1 or any(region_of(node) is not None for node in captured.analysis.nodes)
     graphs = [graph for stage in compiled.train for graph in stage.graphs]
-    found = compare_ops(eager, graphs, again=again, dense=made.stages > 1, elsewhere=sums)
-    for tied in compiled.tied if found is not None and not found.where else ():
-        if found is not None and any(found.eager == shown(sum_of(parameters[tied.name].to(one))) for one in _CAST_TO):
+    difference = compare_ops(eager, graphs, again=again, dense=captured.stages > 1, elsewhere=sums)
+    for tied in compiled.tied if difference is not None and not difference.where else ():
+        if difference is not None and any(difference.eager == shown(sum_of(parameters[tied.name].to(one))) for one in _CAST_TO):
             stages = " and ".join(map(str, tied.stages))
-            found = replace(found, where=f"the gradient of {tied.name}, which stages {stages} each cast for themselves")
-    return found
+            difference = replace(
+                difference, where=f"the gradient of {tied.name}, which stages {stages} each cast for themselves"
+            )
+    return difference
 
 
 _CAST_TO: Final = (torch.bfloat16, torch.float16)
@@ -410,21 +412,21 @@ _CAST_TO: Final = (torch.bfloat16, torch.float16)
 
 def _holders(names: StateNames, graphs: Sequence[tuple[FlatGraph, Sequence[Piece]]], stages: int) -> dict[str, tuple[int, ...]]:
     """Return the stages of each parameter and buffer. State that no graph uses goes with the state named before it."""
-    found: dict[str, set[int]] = {}
+    stages_of: dict[str, set[int]] = {}
     for flat, parts in graphs:
         for piece in parts:
             for node in piece.state:
-                found.setdefault(flat.state[node], set()).add(piece.index)
+                stages_of.setdefault(flat.state[node], set()).add(piece.index)
     holders: dict[str, tuple[int, ...]] = {}
     last: tuple[int, ...] = (0,)
     for name in (*names.parameters, *names.buffers):
-        last = tuple(sorted(found[name])) if name in found else last[:1]
+        last = tuple(sorted(stages_of[name])) if name in stages_of else last[:1]
         holders[name] = last
     return holders
 
 
 def _tied(names: StateNames, holders: Mapping[str, tuple[int, ...]], train: Sequence[TrainStage]) -> tuple[TiedParameter, ...]:
-    found: list[TiedParameter] = []
+    tied: list[TiedParameter] = []
     for name in names.parameters:
         held = holders[name]
         if len(held) > 1 and name in names.trainable:
@@ -436,8 +438,8 @@ def _tied(names: StateNames, holders: Mapping[str, tuple[int, ...]], train: Sequ
                     "every stage that holds a trainable parameter to train it; use split= to keep it on one stage"
                 )
             aliases = tuple(alias for alias, first in names.aliases.items() if first == name and alias != name)
-            found.append(TiedParameter(name, aliases, held, held[0], order))
-    return tuple(found)
+            tied.append(TiedParameter(name, aliases, held, held[0], order))
+    return tuple(tied)
 
 
 def _state_bytes(model: nn.Module) -> dict[str, int]:

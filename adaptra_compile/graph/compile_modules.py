@@ -88,16 +88,16 @@ class _Example:
 
     def holders(self) -> dict[str, tuple[int, ...]]:
         """Return the stages of each parameter and buffer."""
-        found: dict[str, set[int]] = {}
+        users: dict[str, set[int]] = {}
         for alias, name in self.names.aliases.items():
-            found.setdefault(name, set()).add(int(alias.split(".")[0]))
+            users.setdefault(name, set()).add(int(alias.split(".")[0]))
         for name in self.names.buffers:
-            if len(found[name]) > 1:
+            if len(users[name]) > 1:
                 raise PartitionError(
-                    f"{name}: stages {sorted(found[name])} share this buffer: expected each buffer in one stage, which alone "
+                    f"{name}: stages {sorted(users[name])} share this buffer: expected each buffer in one stage, which alone "
                     "may change it"
                 )
-        return {name: tuple(sorted(stages)) for name, stages in found.items()}
+        return {name: tuple(sorted(stages)) for name, stages in users.items()}
 
     def train(self, holders: Mapping[str, tuple[int, ...]]) -> tuple[tuple[StageModule, ...], list[float]]:
         """Return the training stages, and the work of F on each, as counted by :mod:`adaptra.graph.ops.work`."""
@@ -130,7 +130,7 @@ class _Example:
         self, stages: Sequence[StageModule], left: Sequence[Differentiable], gradients: Sequence[Tensor]
     ) -> tuple[StageModule, ...]:
         """Return the stages completed by the results of a backward pass, which runs from the last stage to the first."""
-        found: list[StageModule] = []
+        completed: list[StageModule] = []
         layouts, specs = _travelling(gradients)
         for stage, saved in reversed(list(zip(stages, left, strict=True))):
             inputs = saved.inputs
@@ -142,7 +142,7 @@ class _Example:
             kept = sum(one.nbytes for one in of_parameters.values())
             # The temporary memory of autograd's ops is not known.
             peaks = Peaks(stage.kept_after_forward, stage.kept_after_forward + kept, kept)
-            found.append(
+            completed.append(
                 replace(
                     stage,
                     grad_inputs=specs,
@@ -154,7 +154,7 @@ class _Example:
                     _grad_outputs=received,
                 )
             )
-        return tuple(reversed(found))
+        return tuple(reversed(completed))
 
     def evaluate(self) -> tuple[tuple[EvalModule, ...], OutputFormat]:
         """Return the evaluation stages, and the format of the last module's result."""

@@ -51,8 +51,8 @@ def compile_evaluation(
     """
     own = like.captured
     assert own is not None, "stages given as modules are not captured"
-    one = Microbatch.of(model, args, kwargs, targets, loss, with_loss=with_loss)
-    flat, analysis, outputs = one.captured(evaluation=True, changed=own.analysis.changed_state)
+    microbatch = Microbatch.of(model, args, kwargs, targets, loss, with_loss=with_loss)
+    flat, analysis, outputs = microbatch.captured(evaluation=True, changed=own.analysis.changed_state)
     progress("captured", 1, 1)
 
     positions = positions_of(like.cut_points.chosen)
@@ -69,7 +69,9 @@ def compile_evaluation(
             f"{', '.join(changed[:3])}: evaluation would change these buffers, for the shape of the example it doesn't: "
             "expected the same for all shapes; compile another pipeline for this shape"
         )
-    with one.mode:
+    with microbatch.mode:
         stages = evaluate(flat, analysis, parts, progress)
     captured = replace(own, eval_flat=flat, eval_analysis=analysis, eval_cuts=cuts)
-    return replace(like, train=(), eval=stages, inputs=one.inputs, targets=one.targets, outputs=outputs, captured=captured)
+    return replace(
+        like, train=(), eval=stages, inputs=microbatch.inputs, targets=microbatch.targets, outputs=outputs, captured=captured
+    )

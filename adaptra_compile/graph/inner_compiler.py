@@ -30,18 +30,18 @@ EAGER: Final = "eager"
 """The inner compiler that compiles nothing: graphs run op by op."""
 
 
-def check_inner(given: object) -> None:
+def check_inner(inner: object) -> None:
     """Refuse a value that is not the name of a backend that can compile stage graphs.
 
     Raises:
         OptionError: The value is refused. The text says what is expected.
     """
     try:
-        is_known = isinstance(given, str) and given != "adaptra" and lookup_backend(given) is not None
+        is_known = isinstance(inner, str) and inner != "adaptra" and lookup_backend(inner) is not None
     except InvalidBackend:
         is_known = False
     if not is_known:
-        raise OptionError(f"inner={given!r}: expected another backend of torch.compile, such as 'eager' or 'inductor'")
+        raise OptionError(f"inner={inner!r}: expected another backend of torch.compile, such as 'eager' or 'inductor'")
 
 
 def compiled_by(inner: str, compiled: CompiledStages) -> CompiledStages:
@@ -120,28 +120,28 @@ def _run_by(inner: str, graph: fx.GraphModule) -> fx.GraphModule:
         part_of[node] = of if of is not None else part - 1 if node.target is run_seeded else part
     if not part_of:
         return graph
-    made = split_module(graph, graph, part_of.__getitem__, keep_original_order=True)
-    _return_tuples(made)
-    for name, one in list(made.named_children()):
-        assert isinstance(one, fx.GraphModule), "parts are graphs"
-        if not any(node.target is run_seeded for node in one.graph.nodes):
-            setattr(made, name, _InnerGraph(one, inner))
-    made.graph.set_codegen(ListCodeGen())
-    made.recompile()
-    return made
+    split = split_module(graph, graph, part_of.__getitem__, keep_original_order=True)
+    _return_tuples(split)
+    for name, subgraph in list(split.named_children()):
+        assert isinstance(subgraph, fx.GraphModule), "parts are graphs"
+        if not any(node.target is run_seeded for node in subgraph.graph.nodes):
+            setattr(split, name, _InnerGraph(subgraph, inner))
+    split.graph.set_codegen(ListCodeGen())
+    split.recompile()
+    return split
 
 
-def _return_tuples(made: fx.GraphModule) -> None:
+def _return_tuples(split: fx.GraphModule) -> None:
     """Have parts with a single result return it in a tuple, as compilers expect. torch 2.11 can't split so itself."""
-    for call in made.graph.find_nodes(op="call_module"):
-        part = made.get_submodule(call.target)
+    for call in split.graph.find_nodes(op="call_module"):
+        part = split.get_submodule(call.target)
         assert isinstance(part, fx.GraphModule), "parts are graphs"
         result = part.graph.output_node()
         if not isinstance(result.args[0], fx.Node):
             continue
         result.args = ((result.args[0],),)
         part.recompile()
-        with made.graph.inserting_after(call):
-            first = made.graph.call_function(operator.getitem, (call, 0))
+        with split.graph.inserting_after(call):
+            first = split.graph.call_function(operator.getitem, (call, 0))
         for user in [user for user in call.users if user is not first]:
             user.replace_input_with(call, first)

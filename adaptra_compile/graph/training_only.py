@@ -51,8 +51,8 @@ def compile_training(
     """
     own = like.captured
     assert own is not None, "stages given as modules are not captured"
-    one = Microbatch.of(model, args, kwargs, targets, loss, with_loss=True)
-    flat, analysis, outputs = one.captured(evaluation=False, changed=frozenset())
+    microbatch = Microbatch.of(model, args, kwargs, targets, loss, with_loss=True)
+    flat, analysis, outputs = microbatch.captured(evaluation=False, changed=frozenset())
     progress("captured", 1, 1)
     require_trained(flat, analysis)
 
@@ -68,29 +68,29 @@ def compile_training(
                 "shapes; compile another pipeline for this shape"
             )
     # State that only evaluation uses has a stage too.
-    holders = {name: like.names[name] for name in (*one.names.parameters, *one.names.buffers)}
-    with one.mode:
-        train = differentiate(flat, analysis, parts, holders, one.names, own.sizes, progress)
-    beside = OutputsBeside(flat, analysis, parts[-1], train, outputs, one.mode)
-    made = replace(
+    holders = {name: like.names[name] for name in (*microbatch.names.parameters, *microbatch.names.buffers)}
+    with microbatch.mode:
+        train = differentiate(flat, analysis, parts, holders, microbatch.names, own.sizes, progress)
+    beside = OutputsBeside(flat, analysis, parts[-1], train, outputs, microbatch.mode)
+    training = replace(
         like,
         train=(*train[:-1], train[-1].with_outputs(beside)),
         eval=(),
-        inputs=one.inputs,
-        targets=one.targets,
+        inputs=microbatch.inputs,
+        targets=microbatch.targets,
         outputs_in_training=outputs,
         cut_points=places_of(flat, analysis, cuts, positions),
         captured=replace(
             own,
-            names=one.names,
+            names=microbatch.names,
             flat=flat,
             analysis=analysis,
             cuts=cuts,
-            formats=(one.inputs, one.targets, own.formats[2], outputs),
-            mode=one.mode,
+            formats=(microbatch.inputs, microbatch.targets, own.formats[2], outputs),
+            mode=microbatch.mode,
             difference=None,
         ),
     )
     if same_state:
-        like.require_same_state(made)
-    return made
+        like.require_same_state(training)
+    return training

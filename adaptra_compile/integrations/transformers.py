@@ -198,11 +198,11 @@ class PipelineTrainer(transformers.Trainer):
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Run a step of the pipeline. Returns the share of the loss that these rows have."""
-        given: dict[str, Any] = dict(self._prepare_inputs(inputs))
-        require_labels(given)
+        batch: dict[str, Any] = dict(self._prepare_inputs(inputs))
+        require_labels(batch)
         # As the plain Trainer, which trusts a forward that takes any argument to divide by the number of items.
         steps = 1 if num_items_in_batch is not None else self.current_gradient_accumulation_steps
-        loss = self.pipe.step(**given, **self._divisor(num_items_in_batch, steps))
+        loss = self.pipe.step(**batch, **self._divisor(num_items_in_batch, steps))
         return loss.to(self.args.device)
 
     def _divisor(self, items: Any, steps: int = 1) -> dict[str, Any]:
@@ -225,15 +225,15 @@ class PipelineTrainer(transformers.Trainer):
     @contextmanager
     def _gathering(self) -> Generator[None]:
         """Have the Trainer gather rows of replicas, not of ranks, within this context."""
-        accelerator, given = self.accelerator, self.preprocess_logits_for_metrics
+        accelerator, preprocess = self.accelerator, self.preprocess_logits_for_metrics
         pads = accelerator.pad_across_processes
-        self._preprocess, self.preprocess_logits_for_metrics = given, None
+        self._preprocess, self.preprocess_logits_for_metrics = preprocess, None
         self.gather_function = self._gathered
         accelerator.pad_across_processes = lambda tensor, *_, **__: tensor  # gathering pads
         try:
             yield
         finally:
-            self.preprocess_logits_for_metrics = given
+            self.preprocess_logits_for_metrics = preprocess
             accelerator.pad_across_processes = pads
 
     def _gathered(self, given: Any) -> Any:
@@ -252,26 +252,26 @@ class PipelineTrainer(transformers.Trainer):
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> tuple[Tensor | None, Any, Tensor | None]:
         """Return the loss of a batch over all replicas, this replica's logits on its last stage's rank, and its labels."""
-        given: dict[str, Any] = dict(self._prepare_inputs(inputs))
-        labels = given.get("labels")
+        batch: dict[str, Any] = dict(self._prepare_inputs(inputs))
+        labels = batch.get("labels")
         if labels is None:
-            given["labels"] = self._no_labels(given)
+            batch["labels"] = self._no_labels(batch)
             items: Any = torch.ones((), device=self.args.device)
         else:
             if self._rest_of_evaluation and self.pipe.replicas > 1:
-                given = self._rows.counted_once(given, self._rest_of_evaluation)
-            items = self._get_num_items_in_batch([given], self.args.device)
-        found = self.pipe.eval_step(**given, **self._divisor(items), outputs=not prediction_loss_only)
+                batch = self._rows.counted_once(batch, self._rest_of_evaluation)
+            items = self._get_num_items_in_batch([batch], self.args.device)
+        found = self.pipe.eval_step(**batch, **self._divisor(items), outputs=not prediction_loss_only)
         loss, outputs = (found, None) if prediction_loss_only else found
         loss = None if labels is None else loss.to(self.args.device)
         if prediction_loss_only:
             return loss, None, None
         return loss, NOWHERE if outputs is None else self._logits(outputs, labels, ignore_keys), labels
 
-    def _no_labels(self, given: dict[str, Any]) -> Tensor:
+    def _no_labels(self, batch: dict[str, Any]) -> Tensor:
         """Return labels for rows without any. Those of a mean must count, and those of a sum are as long as the inputs."""
         whole: Any = self.model
-        rows: Tensor = given[whole.main_input_name]
+        rows: Tensor = batch[whole.main_input_name]
         if self._of_labels or self._label.dim() != rows.dim():
             return self._label.new_zeros((rows.shape[0], *self._label.shape[1:]))
         return torch.full_like(rows, NO_LABEL)

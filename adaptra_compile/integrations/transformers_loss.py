@@ -30,11 +30,11 @@ def divides_by_items(model: nn.Module, batch: dict[str, Any]) -> bool | None:
     Raises:
         OptionError: The model can't run the row.
     """
-    given = {name: one[:1] if isinstance(one, Tensor) and one.dim() else one for name, one in batch.items()}
-    labels = given["labels"]
+    row = {name: one[:1] if isinstance(one, Tensor) and one.dim() else one for name, one in batch.items()}
+    labels = row["labels"]
     if not labels.is_floating_point():
-        given["labels"] = labels.where(labels != NO_LABEL, 0)
-    given.pop(NUMBER_OF_ITEMS, None)
+        row["labels"] = labels.where(labels != NO_LABEL, 0)
+    row.pop(NUMBER_OF_ITEMS, None)
     tried = copy.copy(model)
     if hasattr(model, ROUTERS):
         setattr(tried, ROUTERS, 0.0)
@@ -42,7 +42,7 @@ def divides_by_items(model: nn.Module, batch: dict[str, Any]) -> bool | None:
     model.eval()
     try:
         with torch.no_grad():
-            one, two = (_loss(tried(**given, **{NUMBER_OF_ITEMS: torch.tensor(count)})).item() for count in (1.0, 2.0))
+            by_one, by_two = (_loss(tried(**row, **{NUMBER_OF_ITEMS: torch.tensor(count)})).item() for count in (1.0, 2.0))
     except TypeError:
         return False  # its forward takes no such number
     except Exception as error:  # the model's own complaint of its rows
@@ -52,9 +52,9 @@ def divides_by_items(model: nn.Module, batch: dict[str, Any]) -> bool | None:
         ) from error
     finally:
         model.train(before)
-    if one == two:
+    if by_one == by_two:
         return False
-    return True if abs(one - 2 * two) <= 1e-3 * abs(one) else None
+    return True if abs(by_one - 2 * by_two) <= 1e-3 * abs(by_one) else None
 
 
 def checkpoint_activations(model: Any, args: Any) -> None:
@@ -65,14 +65,14 @@ def checkpoint_activations(model: Any, args: Any) -> None:
     """
     if not args.activation_checkpointing:
         return
-    given: dict[str, Any] = dict(args.activation_checkpointing_kwargs or {})
-    every, offload = given.pop("every_n_layers", 1), given.pop("offload", False)
-    if offload or given.pop("use_reentrant", False):
+    options: dict[str, Any] = dict(args.activation_checkpointing_kwargs or {})
+    every, offload = options.pop("every_n_layers", 1), options.pop("offload", False)
+    if offload or options.pop("use_reentrant", False):
         raise OptionError(
             "TrainingArguments: activation_checkpointing_kwargs: expected no offload=True and no use_reentrant=True, which "
             "can't be captured"
         )
-    named: Any = {"activation_checkpointing_kwargs": given | {"use_reentrant": False}, "every_n_layers": every}
+    named: Any = {"activation_checkpointing_kwargs": options | {"use_reentrant": False}, "every_n_layers": every}
     model.activation_checkpointing_enable(**named)
 
 
@@ -98,37 +98,37 @@ def with_trainer_loss(
 
     kind: Any = type(model)
 
-    def outputs_of(self: Any, given: dict[str, Any]) -> Any:
+    def outputs_of(self: Any, kwargs: dict[str, Any]) -> Any:
         with nullcontext() if dtype is None else torch.autocast(device_type, dtype=dtype):
-            outputs = kind.forward(self, **given)
+            outputs = kind.forward(self, **kwargs)
         return outputs if dtype is None else convert_to_fp32(outputs)
 
-    def forward(self: Any, **given: Any) -> Any:
-        labels = None if smoother is None else given.pop("labels")
-        outputs = outputs_of(self, given)
+    def forward(self: Any, **kwargs: Any) -> Any:
+        labels = None if smoother is None else kwargs.pop("labels")
+        outputs = outputs_of(self, kwargs)
         if smoother is None:
             return outputs
-        loss = smoother(outputs, labels, shift_labels=True, num_items_in_batch=given["num_items_in_batch"])
+        loss = smoother(outputs, labels, shift_labels=True, num_items_in_batch=kwargs["num_items_in_batch"])
         return type(outputs)(loss=loss, **outputs) if isinstance(outputs, dict) else (loss, *outputs)
 
-    def forward_of_labels(self: Any, **given: Any) -> Any:
-        scale, labels = given.pop(SCALE), given["labels"]
+    def forward_of_labels(self: Any, **kwargs: Any) -> Any:
+        scale, labels = kwargs.pop(SCALE), kwargs["labels"]
         count = torch.full((), float(labels.shape[0]), device=labels.device)
         if not labels.is_floating_point():
             count = (labels != NO_LABEL).sum()
-            given["labels"] = labels.where(count > 0, 0)  # the mean of no label is nan, and so are its gradients
-        outputs = outputs_of(self, given)
+            kwargs["labels"] = labels.where(count > 0, 0)  # the mean of no label is nan, and so are its gradients
+        outputs = outputs_of(self, kwargs)
         named = dict(outputs) if isinstance(outputs, dict) else {str(index): one for index, one in enumerate(outputs[1:])}
         left_out = {"loss", "past_key_values"}
         return _loss(outputs) * count * scale, count, {name: one for name, one in named.items() if name not in left_out}
 
     # A module around the model would rename its parameters.
-    made = copy.copy(model)
+    new_model = copy.copy(model)
     new: Any = {"forward": forward_of_labels if of_labels else forward, "__module__": kind.__module__}
-    made.__class__ = type(kind.__name__, (kind,), new)
+    new_model.__class__ = type(kind.__name__, (kind,), new)
     if routes:
-        setattr(made, ROUTERS, getattr(model, ROUTERS) / parts)
-    return made
+        setattr(new_model, ROUTERS, getattr(model, ROUTERS) / parts)
+    return new_model
 
 
 def _loss(outputs: Any) -> Tensor:

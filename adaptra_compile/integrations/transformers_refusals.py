@@ -101,7 +101,7 @@ def refuse_model(model: Any) -> None:
         )
 
 
-def refuse_functions(given: dict[str, Any]) -> None:
+def refuse_functions(arguments: dict[str, Any]) -> None:
     """Refuse functions and optimizers that need the whole model or its logits."""
     off = {
         "model_init": "give the model itself",
@@ -109,9 +109,9 @@ def refuse_functions(given: dict[str, Any]) -> None:
         "optimizer_cls_and_kwargs": "choose one by TrainingArguments(optim=...)",
     }
     for name, instead in off.items():
-        if given.get(name) is not None:
+        if arguments.get(name) is not None:
             raise OptionError(f"PipelineTrainer: {name}: it was given: expected none: {instead}")
-    if any(given.get("optimizers") or ()):
+    if any(arguments.get("optimizers") or ()):
         raise OptionError(
             "PipelineTrainer: optimizers: they were given: expected none: their parameters are those of the whole model; "
             "choose one by TrainingArguments(optim=...)"

@@ -58,25 +58,25 @@ class ReplicaRows:
             batch: The rows of this replica.
             real: The number of rows of all replicas that are not repeated.
         """
-        found = dict(batch)
+        counted = dict(batch)
         for name in _LABELS:
             if (labels := batch.get(name)) is not None:
                 rows = labels.shape[0]
-                found[name] = labels.clone()
-                found[name][max(0, real - rows * self._pipe.replica) :] = NO_LABEL
-        return found
+                counted[name] = labels.clone()
+                counted[name][max(0, real - rows * self._pipe.replica) :] = NO_LABEL
+        return counted
 
-    def gather(self, given: Any) -> Any:
+    def gather(self, nested: Any) -> Any:
         """Return tensors of all replicas, joined in the order of replicas. All ranks call this and get the same.
 
         Args:
-            given: A tensor, or tuples of them. Only what the ranks of last stages give counts.
+            nested: A tensor, or tuples of them. Only what the ranks of last stages give counts.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return given
+            return nested
         from transformers.trainer_pt_utils import nested_concat
 
-        joined, *others = [self._from(rank, given) for rank in self._sources()]
+        joined, *others = [self._from(rank, nested) for rank in self._sources()]
         for one in others:
             joined = nested_concat(joined, one, padding_index=NO_LABEL)
         return joined
@@ -87,12 +87,12 @@ class ReplicaRows:
         ranks = len(set(placement))
         return [self._pipe.workers[replica * ranks + placement[-1]] for replica in range(self._pipe.replicas)]
 
-    def _from(self, rank: int, given: Any) -> Any:
+    def _from(self, rank: int, nested: Any) -> Any:
         """Return what one rank gives."""
         tensors: list[Tensor] = []
         text = b""
         if rank == dist.get_rank():
-            structure = structure_of(given, tensors)
+            structure = structure_of(nested, tensors)
             sizes = [(str(one.dtype).removeprefix("torch."), list(one.shape)) for one in tensors]
             text = json.dumps([structure, sizes]).encode()
         length = self._sent(rank, torch.tensor([len(text)]))
@@ -107,19 +107,19 @@ class ReplicaRows:
         return there
 
 
-def structure_of(given: Any, tensors: list[Tensor]) -> Any:
+def structure_of(nested: Any, tensors: list[Tensor]) -> Any:
     """Return the places of tensors in nested tuples, and append the tensors to a list.
 
     Raises:
         OptionError: Something else is among them.
     """
-    if isinstance(given, Tensor):
-        tensors.append(given)
+    if isinstance(nested, Tensor):
+        tensors.append(nested)
         return len(tensors) - 1
-    if isinstance(given, Sequence) and not isinstance(given, str):
-        return [structure_of(one, tensors) for one in given]
+    if isinstance(nested, Sequence) and not isinstance(nested, str):
+        return [structure_of(one, tensors) for one in nested]
     raise OptionError(
-        f"predictions: a {type(given).__name__}: expected tensors, or tuples of them: name other outputs in ignore_keys="
+        f"predictions: a {type(nested).__name__}: expected tensors, or tuples of them: name other outputs in ignore_keys="
     )
 
 

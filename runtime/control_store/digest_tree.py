@@ -51,11 +51,11 @@ def subtree_of(rank: int, ranks: int, fan_out: int = FANOUT) -> Iterator[range]:
 
 def ancestors_of(rank: int) -> list[int]:
     """Return the ranks on the way to the root: the parent first, rank 0 last."""
-    found: list[int] = []
+    ancestors: list[int] = []
     while rank:
         rank = parent_of(rank)
-        found.append(rank)
-    return found
+        ancestors.append(rank)
+    return ancestors
 
 
 def text_digest(rank: int, text: str) -> str:

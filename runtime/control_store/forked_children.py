@@ -62,23 +62,23 @@ def end_connections(connections: set[tuple[int, str]]) -> None:
 
 def _sockets() -> dict[int, str]:
     """Return this process's sockets by descriptor, with the system's names: numbers are reused, names are not."""
-    found: dict[int, str] = {}
+    sockets: dict[int, str] = {}
     with contextlib.suppress(OSError):  # a system without /proc: children keep inherited sockets
         for entry in _DESCRIPTORS.iterdir():
             with contextlib.suppress(OSError):  # closed since
                 name = str(entry.readlink())
                 if name.startswith("socket:"):
-                    found[int(entry.name)] = name
-    return found
+                    sockets[int(entry.name)] = name
+    return sockets
 
 
 def _ports_of(number: int) -> list[int]:
     """Return the ports of this end of a socket and of the other, as far as it has any."""
     ports: list[int] = []
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as one:
-        if one.family in (socket.AF_INET, socket.AF_INET6):
-            ports.append(one.getsockname()[1])
-            ports.append(one.getpeername()[1])
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as duplicate:
+        if duplicate.family in (socket.AF_INET, socket.AF_INET6):
+            ports.append(duplicate.getsockname()[1])
+            ports.append(duplicate.getpeername()[1])
     return ports
 
 

@@ -72,15 +72,15 @@ def own_address(store: Store) -> str | None:
 
 def _check_not_refused(store: Store) -> None:
     """Raise an error if the store's host refuses connections for a while, as it does once the process has ended."""
-    found = innermost(store)
-    if not isinstance(found, TCPStore):
+    client = innermost(store)
+    if not isinstance(client, TCPStore):
         return
     for attempt in range(_REFUSALS):
         try:
-            socket.create_connection((found.host, found.port), RECONNECT.total_seconds()).close()
+            socket.create_connection((client.host, client.port), RECONNECT.total_seconds()).close()
         except ConnectionRefusedError as error:
             if attempt == _REFUSALS - 1:
-                raise DistNetworkError(f"{found.host}:{found.port} refuses connections") from error
+                raise DistNetworkError(f"{client.host}:{client.port} refuses connections") from error
             time.sleep(_REFUSED_SECONDS)
         except OSError:  # the client says more of it
             return
@@ -97,10 +97,10 @@ def renewed(client: Store) -> Store:
     _check_not_refused(client)
     timeout: timedelta = client.timeout  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack it
     client.set_timeout(RECONNECT)
-    made = _opened(client)
-    made.set_timeout(timeout)
-    spare_clients.adopt(client_of(made))
-    return made
+    connection = _opened(client)
+    connection.set_timeout(timeout)
+    spare_clients.adopt(client_of(connection))
+    return connection
 
 
 def error_of_store(error: BaseException) -> DistError | None:

@@ -138,13 +138,13 @@ class Replicas:
             self._sums[self._aside if aside else self._group].combine([combined, *beside], mean=mean)
         return combined
 
-    def any_has(self, found: bool) -> bool:
-        """Return whether ``found`` is true on a replica. All of them call it before a step; raises as
+    def any_has(self, has_property: bool) -> bool:
+        """Return whether ``has_property`` is true on a replica. All of them call it before a step; raises as
         :meth:`combine_gradients`.
         """
         if self.count == 1:
-            return found
-        answer = torch.tensor([found], dtype=torch.int64, device=self._device)
+            return has_property
+        answer = torch.tensor([has_property], dtype=torch.int64, device=self._device)
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         with self._naming_the_lost():
@@ -176,10 +176,10 @@ class Replicas:
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Gather equally many 64-bit numbers of each replica, by replica; raises as :meth:`combine_gradients`."""
         own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        found = [torch.empty_like(own) for _ in range(self.count)]
+        gathered = [torch.empty_like(own) for _ in range(self.count)]
         with self._naming_the_lost():
-            self._aside.allgather([found], [own]).wait()
-        return [one.tolist() for one in found]
+            self._aside.allgather([gathered], [own]).wait()
+        return [one.tolist() for one in gathered]
 
     def first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return copies of the first replica's tensors, of any dtype; raises as :meth:`combine_gradients`."""

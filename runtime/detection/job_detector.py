@@ -76,10 +76,10 @@ class JobDetector:
         of_replica: list[list[StepMeasurement]] = [[] for _ in self._detectors]
         for one in self._without_waits(measurements):
             of_replica[one.rank // self._workers].append(one)
-        found = [ask(detector, mine) for detector, mine in zip(self._detectors, of_replica, strict=True)]
-        if all(one is None for one in found):
+        detections = [ask(detector, mine) for detector, mine in zip(self._detectors, of_replica, strict=True)]
+        if all(one is None for one in detections):
             return None
-        return self._joined(measurements[0].step, found)
+        return self._joined(measurements[0].step, detections)
 
     def _without_waits(self, measurements: Sequence[StepMeasurement]) -> list[StepMeasurement]:
         """Return the measurements with updates in which no replica waits for another one: with the shortest REDUCE of all."""
@@ -95,19 +95,22 @@ class JobDetector:
             for one in measurements
         ]
 
-    def _joined(self, step: int, found: Sequence[Detection | None]) -> Detection:
+    def _joined(self, step: int, detections: Sequence[Detection | None]) -> Detection:
         """Return what the detectors of all replicas have found as one detection. Those that found nothing keep their costs.
 
         Lossy edges have scenarios in a job of one replica only.
         """
         by_replica = tuple(
-            detector.cost if one is None else one.cost for detector, one in zip(self._detectors, found, strict=True)
+            detector.cost if one is None else one.cost for detector, one in zip(self._detectors, detections, strict=True)
         )
-        known = [one for one in found if one is not None]
-        if len(found) == 1:
+        known = [one for one in detections if one is not None]
+        if len(detections) == 1:
             return replace(known[0], step=step, by_replica=by_replica)
         changes = tuple(
-            replace(change, replica=replica) for replica, one in enumerate(found) if one is not None for change in one.changes
+            replace(change, replica=replica)
+            for replica, one in enumerate(detections)
+            if one is not None
+            for change in one.changes
         )
         hold_off = min((one.hold_off for one in known if one.changes), default=0)
         noise = max(one.noise for one in known)

@@ -118,23 +118,23 @@ class NewsReader:
         """
         first = step + 1 - len(seconds)
         reporting = set(ranks)
-        found: dict[tuple[int, int], StepMeasurement] = {}
+        reported: dict[tuple[int, int], StepMeasurement] = {}
         for measured in news:
             if measured.rank not in reporting or not first <= measured.step <= step:
                 raise ControlError(
                     f"news of rank {measured.rank} in step {measured.step}: expected a rank below the sender and a step from "
                     f"{first} to {step}"
                 )
-            found[measured.step, measured.rank] = measured
+            reported[measured.step, measured.rank] = measured
         before = {rank: self._told.get(rank) for rank in ranks}
-        self._told |= {measured.rank: measured for _, measured in sorted(found.items())}
+        self._told |= {measured.rank: measured for _, measured in sorted(reported.items())}
         last = [self._told.get(rank) for rank in ranks]
         if sum(one.step for one in last if one is not None) != told or None in last:
             return None
         result: list[StepMeasurement] = []
         for number, longest in enumerate(seconds, start=first):
             for rank in ranks:
-                measured = found.get((number, rank))
+                measured = reported.get((number, rank))
                 if measured is None:
                     if (known := before[rank]) is None:
                         continue  # the first telling of a new coordinator need not be of the first step

@@ -43,15 +43,15 @@ class EmulatedDevice:
         )
 
 
-def _per_stage(name: str, given: float | Sequence[float], stages: int) -> tuple[float, ...]:
-    values: list[Any] = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * stages
+def _per_stage(name: str, seconds: float | Sequence[float], stages: int) -> tuple[float, ...]:
+    values: list[Any] = list(seconds) if isinstance(seconds, Sequence) and not isinstance(seconds, str) else [seconds] * stages
     if len(values) != stages:
         raise OptionError(
             f"EmulatedDevice: {name} has {len(values)} durations: expected one number for all stages or {stages}, one per stage"
         )
     for value in values:
         if not is_finite(value) or value < 0:
-            raise OptionError(f"EmulatedDevice: {name}={given!r}: expected seconds, finite and not negative")
+            raise OptionError(f"EmulatedDevice: {name}={seconds!r}: expected seconds, finite and not negative")
     return tuple(map(float, values))
 
 

@@ -141,10 +141,10 @@ class Fault:
         Raises:
             CaseError: Shows the text and the forms expected.
         """
-        found = next(filter(None, (form.fullmatch(text) for form in _FORMS)), None)
-        if found is None:
+        matched = next(filter(None, (form.fullmatch(text) for form in _FORMS)), None)
+        if matched is None:
             raise CaseError(f"fault {text!r}: {_EXPECTED}")
-        parts = found.groupdict()
+        parts = matched.groupdict()
         unit = parts["unit"]
         match parts["what"], unit:
             case "rate", "/":

@@ -393,7 +393,7 @@ class Monitor:
         for op, seconds in self._waits:
             edge = (op.stage - 1 if op.kind is Kind.F else op.stage + 1, op.stage)
             waiting[edge] = waiting.get(edge, 0.0) + seconds
-        found: list[EdgeMeasurement] = []
+        measurements: list[EdgeMeasurement] = []
         for edge, mine in sorted(messages.items()):
             known: list[tuple[float, float]] = []
             awaited: list[tuple[float, float]] = []
@@ -407,11 +407,11 @@ class Monitor:
             estimate = estimate_edge(prompt, probe)
             if estimate.occupancy is not None:
                 self._occupancies[edge] = estimate.occupancy
-            found.append(EdgeMeasurement(*edge, len(mine), waiting[edge], estimate, stalls))
+            measurements.append(EdgeMeasurement(*edge, len(mine), waiting[edge], estimate, stalls))
         # Edges whose messages take other routes. A probe alone tells of the latency, and nothing of the rate.
         alone = {edge: EdgeEstimate(arrived - left, None, None) for edge, (left, arrived) in self._probes.items()} | self._rates
-        found += [EdgeMeasurement(*edge, 0, 0.0, one) for edge, one in sorted(alone.items()) if edge not in messages]
-        return tuple(found)
+        measurements += [EdgeMeasurement(*edge, 0, 0.0, one) for edge, one in sorted(alone.items()) if edge not in messages]
+        return tuple(measurements)
 
 
 def _durations(records: StepRecords) -> dict[tuple[int, Kind], list[float]]:
@@ -444,12 +444,14 @@ def merge_timelines(
         ValueError: The records are of several steps, or name a rank twice or one that the program does not have.
     """
     by_rank: dict[int, StepRecords] = {}
-    for one in records:
+    for rank_records in records:
         if worker_of is not None and not program.is_one_pipeline:
-            one = replace(one, rank=worker_of(one.rank))
-        if one.rank in by_rank or not one.rank < program.ranks:
-            raise ValueError(f"records of rank {one.rank}: expected each of the ranks 0..{program.ranks - 1} at most once")
-        by_rank[one.rank] = one
+            rank_records = replace(rank_records, rank=worker_of(rank_records.rank))
+        if rank_records.rank in by_rank or not rank_records.rank < program.ranks:
+            raise ValueError(
+                f"records of rank {rank_records.rank}: expected each of the ranks 0..{program.ranks - 1} at most once"
+            )
+        by_rank[rank_records.rank] = rank_records
     steps = sorted({one.step for one in by_rank.values()})
     if len(steps) != 1:
         raise ValueError(f"records of the steps {steps}: expected those of one step")

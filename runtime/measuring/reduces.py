@@ -136,12 +136,12 @@ def usual_reduces(steps: Sequence[StepReduces]) -> tuple[StageReduce, ...]:
     for step in steps:
         for one in step.stages:
             by_stages.setdefault(one.stages, []).append(one)
-    found: list[StageReduce] = []
+    usual: list[StageReduce] = []
     for stages, entries in sorted(by_stages.items()):
         entries = [one for one in entries if one.exposed is not None] or entries
         hidden = [one.hidden for one in entries if one.hidden is not None]
         exposed = [one.exposed for one in entries if one.exposed is not None]
-        found.append(
+        usual.append(
             StageReduce(
                 stages,
                 median(one.seconds for one in entries),
@@ -150,7 +150,7 @@ def usual_reduces(steps: Sequence[StepReduces]) -> tuple[StageReduce, ...]:
                 entries[-1].nbytes,
             )
         )
-    return tuple(found)
+    return tuple(usual)
 
 
 class ReduceTracker:

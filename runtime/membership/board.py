@@ -129,18 +129,18 @@ class Board:
             wanted = sorted({LEADER, LEADER if store_host is None else store_host} - {self._rank, *self._announced})
         if len(wanted) > 1 and not self._store.check([key_of_announcement(rank) for rank in wanted]):
             return {}
-        found: dict[int, Announcement] = {}
+        announcements: dict[int, Announcement] = {}
         if len(wanted) == 1:
             payloads = [self._store.compare_set(key_of_announcement(wanted[0]), _ABSENT, _ABSENT)]
         else:
             payloads = self._store.multi_get([key_of_announcement(rank) for rank in wanted]) if wanted else []
         for rank, payload in zip(wanted, payloads, strict=True):
             if payload != _ABSENT.encode():
-                found[rank] = parse_announcement(payload, rank)
+                announcements[rank] = parse_announcement(payload, rank)
         if wanted:
             self.answered_at = self._now()
-        self._announced |= found
-        return found
+        self._announced |= announcements
+        return announcements
 
     def has_announcement_of(self, rank: int) -> bool:
         """Return True if the announcement of a rank has been read."""

@@ -93,10 +93,10 @@ class HeartbeatProtocol:
             written = self._publish()
             lost = self._read()
         except ControlError as error:
-            found = self._lose(PeerLostError(str(error)))
+            first_loss = self._lose(PeerLostError(str(error)))
             with self._guard:
                 self.view.cut_off()
-            return BeatOutcome(found, is_last=True)
+            return BeatOutcome(first_loss, is_last=True)
         except RuntimeError as error:
             return BeatOutcome(self.lose_store(str(error)), is_last=True)
         with self._guard:

@@ -196,10 +196,10 @@ class View:
 
     def failures(self) -> dict[int, Failure]:
         """Return the numbered failures of all ranks that this rank knows, its own included."""
-        found = {rank: record.failure for rank, record in self.records.items() if record.failure is not None}
+        failures = {rank: record.failure for rank, record in self.records.items() if record.failure is not None}
         if self.failure is not None and self.failure.ordinal:
-            found[self.rank] = self.failure
-        return found
+            failures[self.rank] = self.failure
+        return failures
 
     def _any_left(self) -> bool:
         return any(record.state is State.LEFT for record in self.records.values())

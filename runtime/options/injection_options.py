@@ -29,9 +29,9 @@ class InjectionOptions:
     emulate: EmulatedDevice | None = field(default=None, metadata=agreed())
 
     def __post_init__(self) -> None:
-        given: Any = self.faults
-        if not is_list_of(str, given):
-            raise OptionError(f"faults={given!r}: expected a list of texts such as ['delay 1-2 60ms @8']")
-        given = self.emulate
-        if given is not None and not isinstance(given, EmulatedDevice):
-            raise OptionError(f"emulate={given!r}: expected an adaptra.EmulatedDevice or None")
+        faults: Any = self.faults
+        if not is_list_of(str, faults):
+            raise OptionError(f"faults={faults!r}: expected a list of texts such as ['delay 1-2 60ms @8']")
+        emulate: Any = self.emulate
+        if emulate is not None and not isinstance(emulate, EmulatedDevice):
+            raise OptionError(f"emulate={emulate!r}: expected an adaptra.EmulatedDevice or None")

@@ -62,10 +62,10 @@ class PlanningOptions:
         require_seconds("planning_seconds", self.planning_seconds)
 
 
-def _are_delays(given: object) -> bool:
-    if not isinstance(given, Mapping):
+def _are_delays(value: object) -> bool:
+    if not isinstance(value, Mapping):
         return False
-    delays = cast("Mapping[object, object]", given)
+    delays = cast("Mapping[object, object]", value)
     return are_edges(list(delays)) and all(isinstance(each, Mapping) and _are_weighted(each) for each in delays.values())
 
 

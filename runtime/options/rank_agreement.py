@@ -71,23 +71,23 @@ def has_statement(one: Field[Any]) -> bool:
     return _NAME in one.metadata
 
 
-def agreed_values(given: Any, prefix: str = "") -> dict[str, str]:
+def agreed_values(options: Any, prefix: str = "") -> dict[str, str]:
     """Return the values that must be equal on all ranks, as texts by field name.
 
     Args:
-        given: A dataclass instance whose fields have statements.
+        options: A dataclass instance whose fields have statements.
         prefix: The beginning of every name.
     """
-    return dict(_agreed_values(given, prefix))
+    return dict(_agreed_values(options, prefix))
 
 
-def _agreed_values(given: Any, prefix: str) -> Iterator[tuple[str, str]]:
-    for one in fields(given):
-        value = getattr(given, one.name)
-        match one.metadata[_NAME]:
+def _agreed_values(options: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    for field in fields(options):
+        value = getattr(options, field.name)
+        match field.metadata[_NAME]:
             case _Agreed(describe):
-                yield prefix + one.name, describe(value)
+                yield prefix + field.name, describe(value)
             case _EachField():
-                yield from _agreed_values(value, f"{prefix}{one.name}.")
+                yield from _agreed_values(value, f"{prefix}{field.name}.")
             case _:
                 continue

@@ -46,14 +46,14 @@ class StageOptions:
     shapes: int | None = field(default=None, metadata=agreed())
 
     def __post_init__(self) -> None:
-        given: Any = self.seed
-        if not is_whole(given) or not 0 <= given < 2**63:
-            raise OptionError(f"seed={given!r}: expected a whole number of 0..2**63-1")
+        seed: Any = self.seed
+        if not is_whole(seed) or not 0 <= seed < 2**63:
+            raise OptionError(f"seed={seed!r}: expected a whole number of 0..2**63-1")
         require_word("captured", self.captured, ("warn", "error", "accept"))
         require_flag("broadcast_buffers", self.broadcast_buffers)
-        given = self.shapes
-        if given is not None and (not is_whole(given) or given < 1):
-            raise OptionError(f"shapes={given!r}: expected a whole number of at least 1")
-        given = self.reduce
-        if not isinstance(given, Reduce):
-            raise OptionError(f"reduce={given!r}: expected adaptra.Reduce(...)")
+        shapes: Any = self.shapes
+        if shapes is not None and (not is_whole(shapes) or shapes < 1):
+            raise OptionError(f"shapes={shapes!r}: expected a whole number of at least 1")
+        reduce: Any = self.reduce
+        if not isinstance(reduce, Reduce):
+            raise OptionError(f"reduce={reduce!r}: expected adaptra.Reduce(...)")

@@ -48,14 +48,16 @@ class TransportOptions:
 
     def __post_init__(self) -> None:
         require_seconds("timeout", self.timeout)
-        given: Any = self.delegate
-        if not isinstance(given, bool) and not are_edges(given):
+        delegate: Any = self.delegate
+        if not isinstance(delegate, bool) and not are_edges(delegate):
             raise OptionError(
-                f"delegate={given!r}: expected True, False or directed edges of neighbouring stages such as [(1, 2)]"
+                f"delegate={delegate!r}: expected True, False or directed edges of neighbouring stages such as [(1, 2)]"
             )
-        given = self.addresses
-        if not is_list_of(str, given):
-            raise OptionError(f"addresses={given!r}: expected a list of numeric addresses of this host such as ['10.0.0.1']")
-        given = self.lossy_bf16
-        if not isinstance(given, bool) and given != "slow":
-            raise OptionError(f"lossy_bf16={given!r}: expected True, False or 'slow'")
+        addresses: Any = self.addresses
+        if not is_list_of(str, addresses):
+            raise OptionError(
+                f"addresses={addresses!r}: expected a list of numeric addresses of this host such as ['10.0.0.1']"
+            )
+        lossy_bf16: Any = self.lossy_bf16
+        if not isinstance(lossy_bf16, bool) and lossy_bf16 != "slow":
+            raise OptionError(f"lossy_bf16={lossy_bf16!r}: expected True, False or 'slow'")

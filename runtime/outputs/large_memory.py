@@ -45,10 +45,10 @@ class LargeMemory:
 
     def _take(self, length: int) -> mmap.mmap | None:
         with self._lock:
-            found = next((one for one in self._kept if len(one) == length), None)
-            if found is not None:
-                self._kept.remove(found)
-            return found
+            memory = next((one for one in self._kept if len(one) == length), None)
+            if memory is not None:
+                self._kept.remove(memory)
+            return memory
 
     def _give_back(self, memory: mmap.mmap) -> None:
         with suppress(OSError):

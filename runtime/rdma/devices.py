@@ -140,15 +140,15 @@ def find_ports() -> tuple[Port, ...]:
 def describe_port(context: Any, number: int) -> Port:
     """Return the present state of one port of an open ``pyverbs.device.Context``."""
     name = context.name.decode() if isinstance(context.name, bytes) else str(context.name)
-    found = context.query_port(number)
-    state = _STATES.get(found.state, "unknown")
-    is_ethernet = found.link_layer == _ETHERNET
+    attributes = context.query_port(number)
+    state = _STATES.get(attributes.state, "unknown")
+    is_ethernet = attributes.link_layer == _ETHERNET
     port = Port(
         device=name,
         number=number,
         state=state,
         link_layer="ethernet" if is_ethernet else "infiniband",
-        mtu=128 << found.active_mtu,
+        mtu=128 << attributes.active_mtu,
         counters=read_counters(name, number),
         unusable=None if state == "active" else f"is {state}",
     )

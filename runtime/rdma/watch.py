@@ -135,11 +135,11 @@ def _open_with_events(name: str) -> tuple[int, Any]:
 
 
 def _event_files() -> set[int]:
-    found: set[int] = set()
+    descriptors: set[int] = set()
     for link in _OPEN_FILES.iterdir():
         try:
             if str(link.readlink()) == _EVENT_FILE:
-                found.add(int(link.name))
+                descriptors.add(int(link.name))
         except OSError:
             continue  # Closed since it was listed.
-    return found
+    return descriptors

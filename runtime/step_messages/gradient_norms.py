@@ -80,19 +80,19 @@ class GradientNorms:
         ordered = [norms[name] for name in self._order if name in norms]
         return torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.tensor(0.0)
 
-    def found_anywhere(self, step: int, found: bool, timeout: float) -> bool:
-        """Return True if ``found`` is true on any rank; every rank calls it after the same step.
+    def found_anywhere(self, step: int, has_property: bool, timeout: float) -> bool:
+        """Return True if ``has_property`` is true on any rank; every rank calls it after the same step.
 
         Args:
             step: The last step that was run.
-            found: Whether this rank's gradients have the property in question.
+            has_property: Whether this rank's gradients have the property in question.
             timeout: Seconds to wait for the other ranks.
 
         Raises:
             TransportError: The answers could not be exchanged.
         """
-        answers = self._exchange(step, torch.tensor([float(found)]), lambda _: _FLAG, timeout)
-        return found or any(bool(one) for one in answers.values())
+        answers = self._exchange(step, torch.tensor([float(has_property)]), lambda _: _FLAG, timeout)
+        return has_property or any(bool(one) for one in answers.values())
 
     def _exchange(self, step: int, own: Tensor, spec_of: Callable[[int], MessageSpec], timeout: float) -> dict[int, Tensor]:
         """Send this rank's tensor to every other rank and return theirs; ``spec_of`` gives the form of each rank's tensor."""

@@ -245,11 +245,11 @@ class Gradients:
 
     def hand_over(self, names: Sequence[str]) -> tuple[Tensor, ...]:
         """Return the sums of parameters so far, for another worker that continues them. This rank then has none."""
-        found = [self._sums.take(name) for name in names]
-        present = torch.tensor([one is not None for one in found], dtype=torch.uint8)
+        taken = [self._sums.take(name) for name in names]
+        present = torch.tensor([one is not None for one in taken], dtype=torch.uint8)
         sums = [
             torch.zeros_like(self._sums.parameters[name]) if one is None else one
-            for name, one in zip(names, found, strict=True)
+            for name, one in zip(names, taken, strict=True)
         ]
         return (present, *sums)
 
@@ -295,11 +295,11 @@ class Gradients:
                 contents = self._messages.taken.get(edge) or self._messages.taken_back[edge]
                 for key, gradient in zip(contents, pending.wait(self._timeout), strict=True):
                     contributions.setdefault(key, []).append(gradient)
-            for one in self._owned:
-                total, *others = (contributions[user, one.name].pop(0) for user in one.order)
+            for tied in self._owned:
+                total, *others = (contributions[user, tied.name].pop(0) for user in tied.order)
                 for other in others:
                     total = total + other
-                self._sums.add(one.name, total)
+                self._sums.add(tied.name, total)
             for pending in arriving.values():
                 self._transport.release(pending)
             del self._arriving[self._next]
@@ -336,7 +336,7 @@ class Gradients:
 
 
 def _by_edge(pairs: Iterable[tuple[Edge, Content]]) -> dict[Edge, list[Content]]:
-    found: dict[Edge, list[Content]] = {}
+    by_edge: dict[Edge, list[Content]] = {}
     for edge, content in pairs:
-        found.setdefault(edge, []).append(content)
-    return found
+        by_edge.setdefault(edge, []).append(content)
+    return by_edge

@@ -103,15 +103,15 @@ class MetricValues:
         Returns:
             The values that it has set, totals as a whole.
         """
-        found: list[Sample] = []
+        samples: list[Sample] = []
         if isinstance(record, RunStarted):
             self._started[record.rank] = record
         with self._lock:
             for metric, labels, value in samples_of(record, self._started.get(record.rank)):
                 whole = value + self._values.get((metric, labels), 0.0) if metric.is_total else value
                 self._values[metric, labels] = whole
-                found.append(Sample(metric, labels, whole))
-        return tuple(found)
+                samples.append(Sample(metric, labels, whole))
+        return tuple(samples)
 
     def values(self) -> tuple[Sample, ...]:
         """Return all values, ordered by metric as in :data:`METRICS`, and by labels."""

@@ -52,21 +52,29 @@ class Telemetry:
     otel: SpanProvider | bool = False
 
     def __post_init__(self) -> None:
-        given: Any = self.folder
-        if given is not None and not isinstance(given, str | Path):
-            raise OptionError(f"Telemetry: folder={given!r}: expected a folder's name, or None")
-        given = self.metrics_port
-        if given is not None and (not is_whole(given) or not 0 < given < 2**16):
-            raise OptionError(f"Telemetry: metrics_port={given!r}: expected a port of 1..65535, or None")
-        given = self.metrics_address
-        if not isinstance(given, str):
-            raise OptionError(f"Telemetry: metrics_address={given!r}: expected an address of this host such as '127.0.0.1'")
-        given = self.tensorboard
-        if given is not None and not isinstance(given, str | Path) and not callable(getattr(given, "add_scalar", None)):
-            raise OptionError(f"Telemetry: tensorboard={given!r}: expected a folder's name, a SummaryWriter, or None")
-        given = self.on_record
-        if given is not None and not callable(given):
-            raise OptionError(f"Telemetry: on_record={given!r}: expected a function that is called with each record, or None")
-        given = self.otel
-        if not isinstance(given, bool) and not callable(getattr(given, "get_tracer", None)):
-            raise OptionError(f"Telemetry: otel={given!r}: expected True, False, or a TracerProvider of opentelemetry.sdk")
+        folder: Any = self.folder
+        if folder is not None and not isinstance(folder, str | Path):
+            raise OptionError(f"Telemetry: folder={folder!r}: expected a folder's name, or None")
+        metrics_port: Any = self.metrics_port
+        if metrics_port is not None and (not is_whole(metrics_port) or not 0 < metrics_port < 2**16):
+            raise OptionError(f"Telemetry: metrics_port={metrics_port!r}: expected a port of 1..65535, or None")
+        metrics_address: Any = self.metrics_address
+        if not isinstance(metrics_address, str):
+            raise OptionError(
+                f"Telemetry: metrics_address={metrics_address!r}: expected an address of this host such as '127.0.0.1'"
+            )
+        tensorboard: Any = self.tensorboard
+        if (
+            tensorboard is not None
+            and not isinstance(tensorboard, str | Path)
+            and not callable(getattr(tensorboard, "add_scalar", None))
+        ):
+            raise OptionError(f"Telemetry: tensorboard={tensorboard!r}: expected a folder's name, a SummaryWriter, or None")
+        on_record: Any = self.on_record
+        if on_record is not None and not callable(on_record):
+            raise OptionError(
+                f"Telemetry: on_record={on_record!r}: expected a function that is called with each record, or None"
+            )
+        otel: Any = self.otel
+        if not isinstance(otel, bool) and not callable(getattr(otel, "get_tracer", None)):
+            raise OptionError(f"Telemetry: otel={otel!r}: expected True, False, or a TracerProvider of opentelemetry.sdk")

@@ -57,16 +57,17 @@ class SpanSink:
     follows_steps = True
 
     def __init__(self, provider: object) -> None:
-        given = trace.get_tracer_provider() if provider is True else provider
-        if not isinstance(given, TracerProvider):
+        tracer_provider = trace.get_tracer_provider() if provider is True else provider
+        if not isinstance(tracer_provider, TracerProvider):
             raise OptionError(
-                f"Telemetry: otel={provider!r}: the tracer provider is a {type(given).__name__}: expected a TracerProvider of "
-                "opentelemetry.sdk, as opentelemetry.trace.set_tracer_provider or opentelemetry-instrument sets it"
+                f"Telemetry: otel={provider!r}: the tracer provider is a {type(tracer_provider).__name__}: expected a "
+                "TracerProvider of opentelemetry.sdk, as opentelemetry.trace.set_tracer_provider or "
+                "opentelemetry-instrument sets it"
             )
-        self._provider = given
+        self._provider = tracer_provider
         self._ids = _Ids()
         # A copy, because the provider gives the same tracer to all who ask under this name.
-        tracer: Any = copy.copy(given.get_tracer("adaptra"))
+        tracer: Any = copy.copy(tracer_provider.get_tracer("adaptra"))
         tracer.id_generator = self._ids
         self._tracer: trace.Tracer = tracer
         self._started: dict[int, RunStarted] = {}
@@ -127,16 +128,16 @@ class SpanSink:
                     start,
                     end,
                 )
-            for one in records.messages:
-                edge = f"{one.source}>{one.destination}"
-                of = {"adaptra.edge": edge, "adaptra.microbatch": one.microbatch, "adaptra.bytes": one.nbytes}
+            for message in records.messages:
+                edge = f"{message.source}>{message.destination}"
+                of = {"adaptra.edge": edge, "adaptra.microbatch": message.microbatch, "adaptra.bytes": message.nbytes}
                 # Clocks of two hosts may disagree by more than a short flight.
-                sent = min(one.sent_at, one.arrived_at)
+                sent = min(message.sent_at, message.arrived_at)
                 child(
-                    f"{one.source}{one.kind.value}",
-                    of | ({} if one.replica is None else {"adaptra.replica": one.replica}),
+                    f"{message.source}{message.kind.value}",
+                    of | ({} if message.replica is None else {"adaptra.replica": message.replica}),
                     sent,
-                    one.arrived_at,
+                    message.arrived_at,
                 )
             if (reduce := records.reduce) is not None:
                 child("REDUCE", {"adaptra.bytes": reduce.nbytes}, reduce.start, reduce.end)

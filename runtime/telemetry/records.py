@@ -277,10 +277,10 @@ def _read_reduce(fields: Fields) -> StageReduce:
 def _read_step(fields: Fields, where: str) -> StepTaken:
     names = ["rank", "step", "seconds", "stages", "edges", "pause"]
     try:
-        given = {name: fields.raw(name) for name in names}
+        raw = {name: fields.raw(name) for name in names}
         if (reduce := fields.raw_or_none("reduce")) is not None:
-            given["reduce"] = reduce
-        measurement = StepMeasurement.from_json(given)
+            raw["reduce"] = reduce
+        measurement = StepMeasurement.from_json(raw)
     except ControlError as error:
         raise ControlError(f"{where}: {error}") from None
     nbytes: list[int] = []

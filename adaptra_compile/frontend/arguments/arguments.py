@@ -65,44 +65,44 @@ class CompileArguments:
     def __post_init__(self) -> None:
         self._check_model()
         self._check_numbers()
-        given: Any = self.loss
-        if given is not None and not callable(given):
+        loss: Any = self.loss
+        if loss is not None and not callable(loss):
             raise OptionError(
-                f"loss={given!r}: expected a function of (outputs, targets), or None if the model returns the loss"
+                f"loss={loss!r}: expected a function of (outputs, targets), or None if the model returns the loss"
             )
         if self.split is not None:
             check_split(self.split)
         placed_on(self.placement, self.stages)
         require_word("reduction", self.reduction, [str(one) for one in Reduction])
-        given = self.transport
-        if given is not None and given not in transport_names():
-            raise LaunchError(f"transport {given!r}: expected one of {', '.join(transport_names())}")
-        if self.roles is not None and given == "local":
+        transport: Any = self.transport
+        if transport is not None and transport not in transport_names():
+            raise LaunchError(f"transport {transport!r}: expected one of {', '.join(transport_names())}")
+        if self.roles is not None and transport == "local":
             raise OptionError("mesh= with transport 'local': expected another transport, as 'local' runs all in one process")
-        given = self.options
-        if not isinstance(given, Options):
-            raise OptionError(f"options={given!r}: expected adaptra.Options(...)")
-        if not self.with_loss and given.schedule is not None:
+        options: Any = self.options
+        if not isinstance(options, Options):
+            raise OptionError(f"options={options!r}: expected adaptra.Options(...)")
+        if not self.with_loss and options.schedule is not None:
             raise OptionError(
-                f"schedule={given.schedule!r}: the function returns no loss, so all forwards come before all backwards: "
+                f"schedule={options.schedule!r}: the function returns no loss, so all forwards come before all backwards: "
                 "expected None"
             )
-        if given.lossy_bf16 and self.transport is not None and not is_built_in(self.transport):
+        if options.lossy_bf16 and self.transport is not None and not is_built_in(self.transport):
             raise OptionError(
-                f"lossy_bf16={given.lossy_bf16!r} with transport {self.transport!r}: expected a transport of adaptra's own, "
+                f"lossy_bf16={options.lossy_bf16!r} with transport {self.transport!r}: expected a transport of adaptra's own, "
                 "which all can round"
             )
         self._check_edges()
-        check_inner(given.inner)
+        check_inner(options.inner)
         weights: Any = self.weights
         if weights is not None and not isinstance(weights, str | Path):
             raise OptionError(f"weights={weights!r}: expected the path of a file or folder, or None")
 
     def _check_model(self) -> None:
-        given: Any = self.model
-        if not isinstance(given, nn.Module) and not (_is_list(given) and all(isinstance(one, nn.Module) for one in given)):
+        model: Any = self.model
+        if not isinstance(model, nn.Module) and not (_is_list(model) and all(isinstance(one, nn.Module) for one in model)):
             raise OptionError(
-                f"model: a {type(given).__name__}: expected a torch.nn.Module, or a list of them, one for every stage"
+                f"model: a {type(model).__name__}: expected a torch.nn.Module, or a list of them, one for every stage"
             )
         modules = self.stage_modules
         lazy = [name for name, one in self.whole_model.named_parameters() if is_lazy(one)]
@@ -204,14 +204,14 @@ class CompileArguments:
         return agreed_values(self)
 
 
-def check_split(given: Any) -> None:
+def check_split(split: Any) -> None:
     """Refuse a value that is not a list of module names.
 
     Raises:
         OptionError: The value is refused. The text shows it.
     """
-    if not is_list_of(str, given):
-        raise OptionError(f"split={given!r}: expected a list of module names, one for every stage but the first")
+    if not is_list_of(str, split):
+        raise OptionError(f"split={split!r}: expected a list of module names, one for every stage but the first")
 
 
 def _is_list(model: object) -> bool:

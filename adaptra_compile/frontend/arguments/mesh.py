@@ -26,10 +26,10 @@ def roles_of(mesh: Any, size: int) -> Roles:
     ranks = _by_replica(mesh)
     if ranks.shape[-1] != size:
         raise OptionError(f"mesh={mesh!r}: {ranks.shape[-1]} ranks along pp: expected {size}, as many as the pipeline has")
-    found = tuple(ranks.flatten().tolist())
-    if len(found) != (job := torch.distributed.get_world_size()):
-        raise OptionError(f"mesh={mesh!r}: {len(found)} ranks in a job of {job}: expected a mesh of all ranks")
-    return Roles(size, found)
+    job_ranks = tuple(ranks.flatten().tolist())
+    if len(job_ranks) != (job := torch.distributed.get_world_size()):
+        raise OptionError(f"mesh={mesh!r}: {len(job_ranks)} ranks in a job of {job}: expected a mesh of all ranks")
+    return Roles(size, job_ranks)
 
 
 def describe_mesh(mesh: Any) -> str:

@@ -23,14 +23,14 @@ def module_digests(captured: FlatGraph) -> dict[str, str]:
     """
     sums = checksums(list(captured.constants.values()))
     names = {node: f"constant {one}" for node, one in zip(captured.constants, sums, strict=True)}
-    found: dict[str, Any] = {}
+    digests: dict[str, Any] = {}
     for node in captured.module.graph.nodes:
         names.setdefault(node, f"%{len(names)}")
         if node.op != "placeholder":
             path = captured.placements.get(node, ())
-            within = found.setdefault(path[-1] if path else "", hashlib.sha256())
+            within = digests.setdefault(path[-1] if path else "", hashlib.sha256())
             within.update(f"{_text(node, names)}\n".encode())
-    return {name: one.hexdigest()[:16] for name, one in found.items()}
+    return {name: one.hexdigest()[:16] for name, one in digests.items()}
 
 
 def _text(node: fx.Node, names: Mapping[fx.Node, str]) -> str:

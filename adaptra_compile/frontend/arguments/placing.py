@@ -31,20 +31,20 @@ def placed_on(placement: Placement, stages: int) -> tuple[int, ...]:
     Raises:
         OptionError: There is no such placement, or it doesn't fit the number of stages.
     """
-    given: Any = placement
-    if isinstance(given, str):
-        return _by_name(given, stages)
-    if not is_list_of(int, given) or not given or any(isinstance(rank, bool) for rank in given):
-        raise _unknown(given)
-    if len(given) != stages:
-        raise OptionError(f"placement={given!r} with stages={stages}: expected one rank for every stage, not {len(given)}")
-    met = list(dict.fromkeys(given))
+    chosen: Any = placement
+    if isinstance(chosen, str):
+        return _by_name(chosen, stages)
+    if not is_list_of(int, chosen) or not chosen or any(isinstance(rank, bool) for rank in chosen):
+        raise _unknown(chosen)
+    if len(chosen) != stages:
+        raise OptionError(f"placement={chosen!r} with stages={stages}: expected one rank for every stage, not {len(chosen)}")
+    met = list(dict.fromkeys(chosen))
     if met != list(range(len(met))):
         raise OptionError(
-            f"placement={given!r}: expected ranks numbered 0, 1, … in the order of their first stages; mesh= says which ranks "
+            f"placement={chosen!r}: expected ranks numbered 0, 1, … in the order of their first stages; mesh= says which ranks "
             "of the job these are"
         )
-    return tuple(given)
+    return tuple(chosen)
 
 
 def _by_name(name: str, stages: int) -> tuple[int, ...]:
@@ -52,10 +52,10 @@ def _by_name(name: str, stages: int) -> tuple[int, ...]:
         return in_turn(stages)
     chunks = _USUAL_CHUNKS
     if name != _V:
-        found = _INTERLEAVED.fullmatch(name)
-        if found is None:
+        interleaved = _INTERLEAVED.fullmatch(name)
+        if interleaved is None:
             raise _unknown(name)
-        chunks = _USUAL_CHUNKS if found[1] is None else int(found[1])
+        chunks = _USUAL_CHUNKS if interleaved[1] is None else int(interleaved[1])
     if stages % chunks:
         raise OptionError(f"placement={name!r} with stages={stages}: expected a multiple of {chunks}, the stages of each rank")
     return v_shaped(stages // chunks) if name == _V else in_turn(stages // chunks, chunks)

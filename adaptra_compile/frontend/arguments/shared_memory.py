@@ -30,14 +30,14 @@ def refuse_shared_memory(
     named = dict(model.named_parameters()) | dict(model.named_buffers())
     copied = compiled.copied(placement)
     changing = compiled.changing | {name for name, one in named.items() if one.requires_grad}
-    for one, other in overlapping(named):
-        ranks = {placement[stage] for name in (one, other) for stage in compiled.names[name]}
-        parts = is_empty or not copied.isdisjoint((one, other)) or len({launched.row[rank] for rank in ranks}) > 1
-        if parts and {one, other} & changing:
+    for first, other in overlapping(named):
+        ranks = {placement[stage] for name in (first, other) for stage in compiled.names[name]}
+        parts = is_empty or not copied.isdisjoint((first, other)) or len({launched.row[rank] for rank in ranks}) > 1
+        if parts and {first, other} & changing:
             where = "each get values of their own" if is_empty else f"have copies on ranks {', '.join(map(str, sorted(ranks)))}"
             raise OptionError(
-                f"model: {one!r} and {other!r} are two tensors over one memory and would {where}, which training makes differ: "
-                "expected one Parameter under both names, which ties them, or a clone() for one of them"
+                f"model: {first!r} and {other!r} are two tensors over one memory and would {where}, which training makes "
+                "differ: expected one Parameter under both names, which ties them, or a clone() for one of them"
             )
 
 

@@ -85,7 +85,7 @@ class Sharing:
         If several ranks of this process use a tied parameter, all but the owner get copies. An open pipeline of the same model
         shares its copies.
         """
-        found = [
+        states = [
             {
                 name: tensor
                 for stage in stages_of(rank, placement)
@@ -94,7 +94,7 @@ class Sharing:
             for rank in ranks
         ]
         for tied in compiled.tied:
-            users = [(rank, state) for rank, state in zip(ranks, found, strict=True) if tied.name in state]
+            users = [(rank, state) for rank, state in zip(ranks, states, strict=True) if tied.name in state]
             if len(users) < 2:
                 continue
             copies = self._copies(users[0][1][tied.name])
@@ -102,7 +102,7 @@ class Sharing:
                 if tied.owner not in stages_of(rank, placement):
                     copy = next(copies, None)
                     state[tied.name] = nn.Parameter(state[tied.name].detach().clone()) if copy is None else copy
-        return found
+        return states
 
     def begin(self, workers: Any) -> None:
         """Record that the pipeline runs, by :class:`adaptra.frontend.running.local_workers.LocalWorkers`, from now on."""
@@ -166,10 +166,10 @@ def _check(hold: _Hold, name: str, tensor: Tensor, ranks: frozenset[int], is_her
 
 
 def _tensors(model: nn.Module, compiled: CompiledStages) -> Iterator[tuple[str, Tensor]]:
-    given = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     for name in dict.fromkeys(compiled.aliases.values()):
         if compiled.names[name]:
-            yield name, given[name]
+            yield name, tensors[name]
 
 
 def _in_job(holders: Iterable[int], launched: Launch) -> Iterator[int]:

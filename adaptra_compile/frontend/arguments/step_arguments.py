@@ -70,18 +70,18 @@ class StepArguments:
         return args, targets
 
 
-def check_outputs(given: object) -> Outputs:
+def check_outputs(outputs: object) -> Outputs:
     """Return whether a step returns the model's outputs, and to which ranks.
 
     Raises:
-        OptionError: ``given`` is another value.
+        OptionError: ``outputs`` is another value.
     """
-    if isinstance(given, bool):
-        return given
-    if isinstance(given, str) and given == "all":
+    if isinstance(outputs, bool):
+        return outputs
+    if isinstance(outputs, str) and outputs == "all":
         return "all"
     raise OptionError(
-        f"outputs={given!r}: expected True, for the model's outputs on the last stage's rank, 'all' for outputs on all "
+        f"outputs={outputs!r}: expected True, for the model's outputs on the last stage's rank, 'all' for outputs on all "
         "ranks, or False"
     )
 

@@ -95,8 +95,8 @@ class Following:
         if len(held) != len(self._held) or any(map(_differs, held, self._held)):
             self._held, self._flags = held, self._flags_of(compiled, states)
         switched = [one.requires_grad for one in held] != self._flags
-        found = self._watch.changes(evaluates=evaluates)
-        if not found and not switched:
+        changes = self._watch.changes(evaluates=evaluates)
+        if not changes and not switched:
             return None
         left = self._watch.left_training()
         if left and not evaluates:
@@ -105,8 +105,8 @@ class Following:
                 "expected training mode in a step; call train() of it, or eval() of the parts alone that stay as they are"
             )
         for name, value in self._switched(compiled, states).items():
-            found.setdefault(name, f"requires_grad is {value}")
-        return shown(found)
+            changes.setdefault(name, f"requires_grad is {value}")
+        return shown(changes)
 
     def _flags_of(self, compiled: CompiledStages, states: Sequence[Mapping[str, Tensor]]) -> list[bool]:
         trained = _trained(compiled)
@@ -115,10 +115,10 @@ class Following:
     def _switched(self, compiled: CompiledStages, states: Sequence[Mapping[str, Tensor]]) -> dict[str, bool]:
         """Return whether parameters require a gradient now, by name, of those of which any copy differs from before."""
         known = _trained(compiled)
-        found = {compiled.aliases.get(name, name): value for name, value in self._watch.switched().items()}
+        switched = {compiled.aliases.get(name, name): value for name, value in self._watch.switched().items()}
         for state in states:
-            found |= {name: one.requires_grad for name, one in state.items() if one.requires_grad is not (name in known)}
-        return found
+            switched |= {name: one.requires_grad for name, one in state.items() if one.requires_grad is not (name in known)}
+        return switched
 
     def compiled(
         self,
@@ -189,15 +189,15 @@ class Following:
             _check_names(before, model)
         elif self._skeleton is None:
             raise OptionError("the model itself is gone: expected one that is kept, to be compiled anew")
-        made = self._skeleton.model if model is None and self._skeleton is not None else model
-        assert made is not None, "the model or its skeleton is there"
-        own = dict(made.named_parameters(remove_duplicate=False))
+        prepared = self._skeleton.model if model is None and self._skeleton is not None else model
+        assert prepared is not None, "the model or its skeleton is there"
+        own = dict(prepared.named_parameters(remove_duplicate=False))
         for name, value in switched.items():
             for one in (own.get(name), *(state.get(name) for state in states)):
                 if one is not None:
                     one.requires_grad_(value)
         has_values = self._empty_on is None and not any(one.is_meta for one in own.values())
-        return made if model is None or has_values else skeleton(made, self._device)
+        return prepared if model is None or has_values else skeleton(prepared, self._device)
 
     def _evaluates_the_same(
         self, model: nn.Module, known: CompiledStages, like: CompiledStages, memory: Collection[int]
@@ -277,27 +277,27 @@ def _states(
     replaced: Mapping[str, Tensor],
 ) -> list[Mapping[str, Tensor]]:
     """Return the state of each rank of this process: the tensors that it has, or those that have replaced them."""
-    found: list[Mapping[str, Tensor]] = []
+    followed: list[Mapping[str, Tensor]] = []
     tied, taken = {one.name for one in compiled.tied}, set[int]()
     for state, stages in zip(states, placed, strict=True):
         own: dict[str, Tensor] = {}
         for name in (name for stage in stages for name in compiled.train[stage].state_names):
             if name in own:
                 continue
-            one = replaced.get(name, state.get(name))
-            if one is None:
+            tensor = replaced.get(name, state.get(name))
+            if tensor is None:
                 raise CaptureError(
                     f"{name} is on another stage now: expected the stages of before; call adaptra.compile again, with a new "
                     "optimizer"
                 )
-            if name in tied and id(one) in taken:
+            if name in tied and id(tensor) in taken:
                 if name not in replaced:
                     raise CaptureError(
                         f"{name} was frozen at adaptra.compile, and several stages use it: expected one that is trained from "
                         "the begin, as each stage needs a copy that the optimizer has; call adaptra.compile again"
                     )
-                one = nn.Parameter(one.detach().clone())
-            taken.add(id(one))
-            own[name] = one
-        found.append(own)
-    return found
+                tensor = nn.Parameter(tensor.detach().clone())
+            taken.add(id(tensor))
+            own[name] = tensor
+        followed.append(own)
+    return followed

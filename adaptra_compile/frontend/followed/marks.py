@@ -88,15 +88,15 @@ def tensor_mark(tensor: Tensor, *, is_state: bool) -> Mark:
 
 def differences(before: Mapping[str, Mark], after: Mapping[str, Mark]) -> dict[str, str]:
     """Return what changed, as a text by the place of each change."""
-    found: dict[str, str] = {}
+    changes: dict[str, str] = {}
     for place in (*before, *(one for one in after if one not in before)):
         old, new = before.get(place), after.get(place)
         if old is None or new is None:
-            found[place] = "is new" if old is None else "is gone"
+            changes[place] = "is new" if old is None else "is gone"
         elif not old.is_like(new):
             texts = [one.text if len(one.text) <= _SHOWN else f"{one.text[: _SHOWN - 1]}…" for one in (old, new)]
-            found[place] = "is another object" if texts[0] == texts[1] else f"{texts[0]} → {texts[1]}"
-    return found
+            changes[place] = "is another object" if texts[0] == texts[1] else f"{texts[0]} → {texts[1]}"
+    return changes
 
 
 def shown(changes: Mapping[str, str]) -> str:

@@ -162,16 +162,16 @@ class Survey:
             if parts[name]:
                 self._hooks(f"{at}{name}", parts[name], [parts[flags] for flags in _HOOK_FLAGS])
         for name in _REGISTERED:
-            for key, one in parts[name].items():
-                if one is None:
+            for key, child in parts[name].items():
+                if child is None:
                     self.marks[f"{at}{key}"] = Mark("None")
-                elif isinstance(one, Tensor):
-                    self._hold(one)
-                    self._tensor(f"{at}{key}", one, is_state=True)
-                elif id(one) in self._seen:
-                    self.marks[f"{at}{key}"] = same_as(self._seen[id(one)])
+                elif isinstance(child, Tensor):
+                    self._hold(child)
+                    self._tensor(f"{at}{key}", child, is_state=True)
+                elif id(child) in self._seen:
+                    self.marks[f"{at}{key}"] = same_as(self._seen[id(child)])
                 else:
-                    self._module(f"{at}{key}", one)
+                    self._module(f"{at}{key}", child)
 
     def _tensor(self, place: str, tensor: Tensor, *, is_state: bool) -> None:
         self.marks[place] = tensor_mark(tensor, is_state=is_state)
@@ -210,15 +210,15 @@ class Survey:
 
     def _class(self, kind: type) -> None:
         """Visit the attributes of a module's classes outside torch, once."""
-        for one in kind.__mro__:
-            if id(one) in self._seen or _is_foreign(one.__module__):
+        for base in kind.__mro__:
+            if id(base) in self._seen or _is_foreign(base.__module__):
                 continue
-            self._seen[id(one)] = one.__qualname__
-            self._hold(one)
-            self._read(partial(_class_read, weakref.ref(one)))
-            for name, value in vars(one).items():
+            self._seen[id(base)] = base.__qualname__
+            self._hold(base)
+            self._read(partial(_class_read, weakref.ref(base)))
+            for name, value in vars(base).items():
                 if not name.startswith("__") or name == "__call__":
-                    self._visit(f"{_CLASS}{one.__qualname__}.{name}", getattr(value, "__func__", value), 2)
+                    self._visit(f"{_CLASS}{base.__qualname__}.{name}", getattr(value, "__func__", value), 2)
 
     def _content(self, place: str, value: Any, depth: int, reach: Reach | None) -> None:
         self.marks[place] = Mark(f"a {type(value).__qualname__} of {len(value)}")

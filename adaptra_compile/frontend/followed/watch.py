@@ -62,12 +62,12 @@ class Watch:
             self._refuse_parts()
             return {}
         self._now = now = Survey(roots, self._loss)
-        found = differences(self._survey.marks, now.marks)
+        changes = differences(self._survey.marks, now.marks)
         if evaluates:
-            found = {place: text for place, text in found.items() if not now.marks.get(place, _NO_MODE).is_mode}
-        elif not found:
+            changes = {place: text for place, text in changes.items() if not now.marks.get(place, _NO_MODE).is_mode}
+        elif not changes:
             self._survey = now
-        return found
+        return changes
 
     def _refuse_parts(self) -> None:
         """Refuse changes of parts of a model that is gone."""
@@ -77,11 +77,11 @@ class Watch:
         for part in parts.values():
             marks = [(name, self._survey.marks.get(name), mark) for name, mark in part.marks.items()]
             known = [(name, old, new) for name, old, new in marks if old and not is_elsewhere(old) and not is_elsewhere(new)]
-            found = differences({name: old for name, old, _ in known}, {name: new for name, _, new in known})
-            if found:
+            changes = differences({name: old for name, old, _ in known}, {name: new for name, _, new in known})
+            if changes:
                 self._parts = None
                 raise PipelineError(
-                    f"the model is gone, and a part of it has changed: {shown(found)}: expected one that is kept where the "
+                    f"the model is gone, and a part of it has changed: {shown(changes)}: expected one that is kept where the "
                     "loop changes it, as it is compiled anew then"
                 )
 

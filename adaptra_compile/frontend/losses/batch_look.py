@@ -81,10 +81,10 @@ class BatchLook:
         targets: Sequence[Sequence[Any]] = batch.targets or ((),) * count
         microbatches = [(*one, *other) for one, other in zip(inputs, targets, strict=True)]
         self._seen += 1
-        found = [one for part in parts if (one := _count(part, microbatches, self._seen)) is not None]
-        if found and found[0].values.device.type == "cpu":
-            return found
-        waiting, self._waiting = self._waiting, found
+        counted = [one for part in parts if (one := _count(part, microbatches, self._seen)) is not None]
+        if counted and counted[0].values.device.type == "cpu":
+            return counted
+        waiting, self._waiting = self._waiting, counted
         return waiting
 
     def _read(self, counted: Sequence[_Counted]) -> None:

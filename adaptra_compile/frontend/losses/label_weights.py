@@ -130,21 +130,21 @@ def weights_of(compiled: CompiledStages) -> tuple[LabelPlaces | WeightGraph, ...
             for index, spec in enumerate(compiled.targets.specs)
             if spec.dtype == torch.long and spec.shape
         )
-    found: list[LabelPlaces | WeightGraph] = []
+    weights: list[LabelPlaces | WeightGraph] = []
     for node in captured.analysis.nodes:
         if node.op == "call_function" and (made := _weight_of(captured, node)) is not None:
-            found.append(made)
-    return tuple(found)
+            weights.append(made)
+    return tuple(weights)
 
 
 def _weight_of(captured: Captured, node: fx.Node) -> LabelPlaces | WeightGraph | None:
     """Return what computes the weight in the mean that this node takes, if it is one whose weight depends on the batch."""
     values = captured.analysis.values
     if node.target in _MEANS_OF_LABELS:
-        given = _arguments(node)
-        labels, weight, ignored = given["target"], given["weight"], given["ignore_index"]
+        arguments = _arguments(node)
+        labels, weight, ignored = arguments["target"], arguments["weight"], arguments["ignore_index"]
         value = values.get(labels)
-        if given["reduction"] != 1 or not isinstance(value, Tensor) or value.is_floating_point():
+        if arguments["reduction"] != 1 or not isinstance(value, Tensor) or value.is_floating_point():
             return None
         part = _part(captured, [labels] if weight is None else [labels, weight])
         if part is None:
@@ -162,10 +162,10 @@ def _weight_of(captured: Captured, node: fx.Node) -> LabelPlaces | WeightGraph |
 
 def _trained_last(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[fx.Node]:
     """Return the arguments that are tensors of one element, those with a gradient last. What divides has none."""
-    found = [one for one in node.args[:2] if isinstance(one, fx.Node) and isinstance(values.get(one), Tensor)]
-    if node.target in {aten.div.Tensor, aten.div_.Tensor} and len(found) == 2 and values[found[1]].requires_grad:
+    operands = [one for one in node.args[:2] if isinstance(one, fx.Node) and isinstance(values.get(one), Tensor)]
+    if node.target in {aten.div.Tensor, aten.div_.Tensor} and len(operands) == 2 and values[operands[1]].requires_grad:
         return []
-    return sorted((one for one in found if values[one].numel() == 1), key=lambda one: values[one].requires_grad)
+    return sorted((one for one in operands if values[one].numel() == 1), key=lambda one: values[one].requires_grad)
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
@@ -178,31 +178,31 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 def _part(captured: Captured, ends: Sequence[fx.Node]) -> list[fx.Node] | None:
     """Return the nodes that values depend on, in order; None if it is not the batch alone, or none of the batch."""
     flat, analysis = captured.flat, captured.analysis
-    found: set[fx.Node] = set()
+    needed: set[fx.Node] = set()
     waiting = list(ends)
     writers = [(analysis.nodes[index], memories) for index, memories in analysis.changed.items()]
     while waiting:
         node = waiting.pop()
-        if node in found:
+        if node in needed:
             continue
-        found.add(node)
+        needed.add(node)
         if node in flat.state or node.op not in {"placeholder", "call_function"}:
             return None
         if node.op == "call_function" and is_random(node.target, node.args, node.kwargs):
             return None
         waiting += node.all_input_nodes
         waiting += [writer for writer, memories in writers if memories & analysis.memory.get(node, frozenset())]
-    if not found & {*flat.inputs, *flat.targets}:
+    if not needed & {*flat.inputs, *flat.targets}:
         return None
-    return [node for node in flat.module.graph.nodes if node in found and node.target not in _NOT_RUN]
+    return [node for node in flat.module.graph.nodes if node in needed and node.target not in _NOT_RUN]
 
 
 def _places(flat: FlatGraph, part: Sequence[fx.Node], labels: fx.Node, ignored: int) -> LabelPlaces | None:
     """Return where the labels are that count, if they are only moved and each row's are the same range of it."""
-    given = [node for node in part if node.op == "placeholder"]
-    if len(given) != 1 or any(node.target not in _MOVES for node in part if node.op == "call_function"):
+    placeholders = [node for node in part if node.op == "placeholder"]
+    if len(placeholders) != 1 or any(node.target not in _MOVES for node in part if node.op == "call_function"):
         return None
-    (source,) = given
+    (source,) = placeholders
     value = source.meta["val"]
     rows, width = value.shape[0] if value.dim() else 1, math.prod(value.shape[1:])
     numbers = torch.arange(1, rows * width + 1).view(value.shape)

@@ -57,21 +57,23 @@ def rows_together(
         if any(not one.are_alike for one in example_weights(compiled, [tuple(first), tuple(second)])):
             second = first  # as much weight in each
         with _evaluating(model), torch.no_grad(), torch.random.fork_rng(devices=_devices(tensors)):
-            one, again, other, whole = of(first), of(first), of(second), of(first, second)
-            mean = (one.double() + other.double()) / 2
-            if not torch.equal(one, again) or not torch.isfinite(whole) or _is_near(whole, mean):
+            once, again, other, whole = of(first), of(first), of(second), of(first, second)
+            mean = (once.double() + other.double()) / 2
+            if not torch.equal(once, again) or not torch.isfinite(whole) or _is_near(whole, mean):
                 return None
             twice, four = of(first, first), of(first, first, first, first)
     except Exception as error:  # the try runs the user's code on other sizes than its own
         logger.debug("whether the loss takes rows together is not known: %s", error)
         return None
-    found = f"reduction='mean': the loss of two microbatches of the example is {whole:.5g}, the mean of their losses {mean:.5g}"
-    if adds_up(one, twice, four):
-        return f"{found}, so it looks like a sum over rows; give reduction='sum'"
-    if not _is_near(twice, one):
-        return f"{found}, {IN_BATCH}"
+    difference = (
+        f"reduction='mean': the loss of two microbatches of the example is {whole:.5g}, the mean of their losses {mean:.5g}"
+    )
+    if adds_up(once, twice, four):
+        return f"{difference}, so it looks like a sum over rows; give reduction='sum'"
+    if not _is_near(twice, once):
+        return f"{difference}, {IN_BATCH}"
     # Rows may just have weights. The gradients of a loss= tell.
-    return None if loss is not None else f"{found}, {UNEQUAL}; if it takes several rows together, {NEEDS}"
+    return None if loss is not None else f"{difference}, {UNEQUAL}; if it takes several rows together, {NEEDS}"
 
 
 def _is_near(found: Tensor, expected: Tensor) -> bool:

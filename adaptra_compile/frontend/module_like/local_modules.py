@@ -43,7 +43,7 @@ class ModuleOutline:
         if id(module) not in known:
             parts: Any = module  # whose dictionaries are torch's own
             own = frozenset(vars(nn.Module())) - {"training"}
-            known[id(module)] = made = ModuleOutline(
+            known[id(module)] = outline = ModuleOutline(
                 type(module),
                 {name: value for name, value in vars(module).items() if name not in own and _is_plain(value)},
                 {name: one is not None for name, one in parts._parameters.items()},
@@ -51,7 +51,7 @@ class ModuleOutline:
                 frozenset(parts._non_persistent_buffers_set),
             )
             for name, child in parts._modules.items():
-                made.children[name] = None if child is None else ModuleOutline.of(child, known)
+                outline.children[name] = None if child is None else ModuleOutline.of(child, known)
         return known[id(module)]
 
     def filled(self, state: Mapping[str, Tensor]) -> nn.Module:
@@ -68,20 +68,20 @@ class ModuleOutline:
         if id(self) in known:
             return known[id(self)]
         # Not the class's own call: a model's __init__ would make its tensors, and a GraphModule's makes another class.
-        made: Any = object.__new__(self.kind)
-        nn.Module.__init__(made)
+        module: Any = object.__new__(self.kind)
+        nn.Module.__init__(module)
         hooks = [name for name in dir(nn.Module) if name.startswith("register_") and name.endswith("_hook")]
-        vars(made).update(self.attributes, forward=_refuse_call, **dict.fromkeys(hooks, _refuse_hook), **GUARDS)
-        made._non_persistent_buffers_set |= self.non_persistent
-        made._parameters |= {name: state.get(prefix + name) for name in self.parameters}
-        made._buffers |= {name: state.get(prefix + name) for name in self.buffers}
-        is_here = any(one is not None for one in (*made._parameters.values(), *made._buffers.values()))
+        vars(module).update(self.attributes, forward=_refuse_call, **dict.fromkeys(hooks, _refuse_hook), **GUARDS)
+        module._non_persistent_buffers_set |= self.non_persistent
+        module._parameters |= {name: state.get(prefix + name) for name in self.parameters}
+        module._buffers |= {name: state.get(prefix + name) for name in self.buffers}
+        is_here = any(one is not None for one in (*module._parameters.values(), *module._buffers.values()))
         for name, child in self.children.items():
             filled = None if child is None else child._filled(f"{prefix}{name}.", state, known)
             if filled is not None or child is None:
-                made._modules[name] = filled
+                module._modules[name] = filled
             is_here |= filled is not None and child is not None and child.has_tensors
-        known[id(self)] = made if is_here or not self.has_tensors else None
+        known[id(self)] = module if is_here or not self.has_tensors else None
         return known[id(self)]
 
     @property

@@ -145,11 +145,12 @@ class ModuleMethods(NotAModule, ABC):
         wanted = [one for one in (*where, kwargs.get("device"), kwargs.get("dtype")) if one is not None]
         wanted = [part for one in wanted for part in ((one.device, one.dtype) if isinstance(one, Tensor) else (one,))]
         for part in (one for one in wanted if not isinstance(one, bool)):
-            for name, one in self.held_tensors():
-                if not _is_so(one, part):
+            for name, tensor in self.held_tensors():
+                if not _is_so(tensor, part):
                     raise OptionError(
-                        f"to: {name} is {one.dtype} on {one.device}: expected {part}, as the model had before adaptra.compile: "
-                        "stages, messages and optimizers are made for its device and dtype; call model.to(...) there"
+                        f"to: {name} is {tensor.dtype} on {tensor.device}: expected {part}, as the model had before "
+                        "adaptra.compile: stages, messages and optimizers are made for its device and dtype; "
+                        "call model.to(...) there"
                     )
         return self
 

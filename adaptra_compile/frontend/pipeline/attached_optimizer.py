@@ -25,14 +25,14 @@ def refuse_foreign(optimizer: torch.optim.Optimizer, own: Collection[Tensor]) ->
 
 
 def given_or_attached(
-    call: str, given: torch.optim.Optimizer | None, attached: torch.optim.Optimizer | None
+    call: str, argument: torch.optim.Optimizer | None, attached: torch.optim.Optimizer | None
 ) -> torch.optim.Optimizer:
     """Return the optimizer that a call was given, or else the attached one.
 
     Raises:
         PipelineError: There is neither.
     """
-    optimizer = attached if given is None else given
+    optimizer = attached if argument is None else argument
     if optimizer is None:
         raise PipelineError(f"{call}: no optimizer: expected pipe.attach(optimizer) before it, or the optimizer as an argument")
     return optimizer

@@ -152,12 +152,12 @@ class ObservationMethods(HeldSession):
         session = self._require()
         program, cost = self.plan.program, self.plan.case.cost
         sizes = predicted_peaks(program, session.compiled.train)
-        found = simulate(program, cost)
+        simulated = simulate(program, cost)
         if program.is_one_pipeline:
-            in_flight, workers = found.peak_in_flight, program.placement
+            in_flight, workers = simulated.peak_in_flight, program.placement
         else:
             workers = tuple(worker for worker in program.routing.workers[self.replica] if worker is not None)
-            in_flight = tuple(found.in_flight[worker] for worker in workers)
+            in_flight = tuple(simulated.in_flight[worker] for worker in workers)
         return stage_table(session.compiled.train, program, in_flight, [sizes[worker] for worker in workers])
 
     def timeline(self) -> Timeline | None:

@@ -74,14 +74,14 @@ class ModelNames:
         """Return a state under the names that the modules load, as their hooks make them of the given ones."""
         if self._hooked is None:
             return state
-        given = dict(state)
+        adapted = dict(state)
         metadata: Any = getattr(state, "_metadata", None) or {}
         for path, module in self._hooked.named_modules(remove_duplicate=False):
             prefix = _under(path, "")
             hooks: Any = module
             for hook in hooks._load_state_dict_pre_hooks.values():
-                hook(given, prefix, metadata.get(path, {}), True, [], [], [])
-        return given
+                hook(adapted, prefix, metadata.get(path, {}), True, [], [], [])
+        return adapted
 
     def given_extras(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return the extra state in a state, by its names in the state_dict."""

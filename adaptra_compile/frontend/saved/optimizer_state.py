@@ -45,16 +45,16 @@ class NamedState:
         Raises:
             StateError: The form of a parameter's state can't be found.
         """
-        found = NamedState({}, [_settings(group) for group in optimizer.param_groups], {})
-        forms = _Forms(optimizer, found.groups)
+        state = NamedState({}, [_settings(group) for group in optimizer.param_groups], {})
+        forms = _Forms(optimizer, state.groups)
         for index, parameter, name in _named(optimizer, names):
             entries: dict[str, Any] = dict(optimizer.state.get(parameter, {}))
-            found.optimized[name] = [index, bool(entries)]
+            state.optimized[name] = [index, bool(entries)]
             if not entries:
                 entries = forms.placeholders(index, parameter)
             if entries:
-                found.entries[name] = entries
-        return found
+                state.entries[name] = entries
+        return state
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +70,18 @@ class FittingState:
     groups: list[dict[str, Any]]
 
     @staticmethod
-    def of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], given: Mapping[str, Any]) -> FittingState:
+    def of(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], saved: Mapping[str, Any]) -> FittingState:
         """Return what is to be loaded of a saved state. Nothing changes yet.
 
         Args:
             optimizer: The optimizer.
             names: The names of its parameters.
-            given: ``optimizer``, ``groups`` and ``optimized``, the attributes of a :class:`NamedState`.
+            saved: ``optimizer``, ``groups`` and ``optimized``, the attributes of a :class:`NamedState`.
 
         Raises:
             StateError: It is the state of another optimizer, or a part of it is missing. The text names it.
         """
-        entries, optimized, groups = (given[key] for key in ("optimizer", "optimized", "groups"))
+        entries, optimized, groups = (saved[key] for key in ("optimizer", "optimized", "groups"))
         for key, one in (("optimizer", entries), ("optimized", optimized)):
             if not isinstance(one, Mapping):
                 raise StateError(f"training state: its {key!r} is a {type(one).__name__}: expected a dict by parameters' names")
@@ -134,21 +134,21 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _fitting_groups(optimizer: torch.optim.Optimizer, given: Any) -> list[dict[str, Any]]:
+def _fitting_groups(optimizer: torch.optim.Optimizer, saved: Any) -> list[dict[str, Any]]:
     own = optimizer.param_groups
-    if not isinstance(given, list | tuple) or len(given) != len(own):
-        count = len(given) if isinstance(given, list | tuple) else f"a {type(given).__name__}"
+    if not isinstance(saved, list | tuple) or len(saved) != len(own):
+        count = len(saved) if isinstance(saved, list | tuple) else f"a {type(saved).__name__}"
         raise StateError(f"training state: its groups are {count}: expected {len(own)}, the groups of this optimizer")
-    found: list[dict[str, Any]] = []
-    for index, settings in enumerate(given):
+    groups: list[dict[str, Any]] = []
+    for index, settings in enumerate(saved):
         absent = list(optimizer.defaults) if not isinstance(settings, Mapping) else optimizer.defaults.keys() - settings.keys()
         if absent:
             raise StateError(
                 f"training state: group {index} lacks {', '.join(sorted(absent))}: expected the settings of a "
                 f"{type(optimizer).__name__}, as saved"
             )
-        found.append(copy.deepcopy(_settings(settings)))
-    return found
+        groups.append(copy.deepcopy(_settings(settings)))
+    return groups
 
 
 class _Forms:
@@ -196,17 +196,17 @@ class _Forms:
 
 
 def _fitting_entries(
-    name: str, parameter: Tensor, form: Mapping[str, Any], given: Any, own: Mapping[str, Any]
+    name: str, parameter: Tensor, form: Mapping[str, Any], saved: Any, own: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the state of a parameter as tensors of its own, where those of ``own`` stay the same objects."""
-    if not isinstance(given, Mapping) or form.keys() - given.keys():
-        absent = sorted(form.keys() - given.keys()) if isinstance(given, Mapping) else sorted(form)
+    if not isinstance(saved, Mapping) or form.keys() - saved.keys():
+        absent = sorted(form.keys() - saved.keys()) if isinstance(saved, Mapping) else sorted(form)
         raise StateError(
             f"training state: the optimizer's state of {name} lacks {', '.join(absent)}: expected all that was saved of an "
             "optimizer of the same kind"
         )
-    found: dict[str, Any] = {}
-    for key, entry in given.items():
+    fitting: dict[str, Any] = {}
+    for key, entry in saved.items():
         value = entry.loaded if isinstance(entry, AbsentState) else entry
         expected = form.get(key)
         is_tensor = isinstance(value, Tensor)
@@ -217,14 +217,14 @@ def _fitting_entries(
                 f"parameter of shape {list(parameter.shape)}"
             )
         if not is_tensor:
-            found[key] = copy.deepcopy(value)
+            fitting[key] = copy.deepcopy(value)
         elif value is own.get(key):
-            found[key] = value
+            fitting[key] = value
         else:
             # Every stage that uses a shared parameter has a copy of it, and each copy its own optimizer state.
             like = expected if isinstance(expected, Tensor) else value
-            found[key] = value.detach().to(like.device, like.dtype, copy=True)
-    return found
+            fitting[key] = value.detach().to(like.device, like.dtype, copy=True)
+    return fitting
 
 
 def _first_state(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], parameter: Tensor) -> dict[str, Any]:

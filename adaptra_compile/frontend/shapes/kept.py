@@ -13,15 +13,15 @@ _BYTES_PER_OP: Final = 50_000
 """What a shape's graphs take on the host for each op of the model: about 8 MB for a GPT-2 of four layers."""
 
 
-def most_shapes(given: int | None, compiled: CompiledStages) -> int:
+def most_shapes(wanted: int | None, compiled: CompiledStages) -> int:
     """Return the number of shapes to keep beside the first one. It is the same on all ranks.
 
     Args:
-        given: The user's number, or None.
+        wanted: The user's number, or None.
         compiled: The stages of the first shape, whose graphs are about as large as those of others.
     """
-    if given is not None:
-        return given
+    if wanted is not None:
+        return wanted
     ops = 0 if compiled.captured is None else len(compiled.captured.analysis.nodes)
     return max(_FEWEST, min(_MOST, _MEMORY // (_BYTES_PER_OP * max(1, ops))))
 

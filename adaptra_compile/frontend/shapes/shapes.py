@@ -175,7 +175,7 @@ class Shapes:
         return (*self._first.inputs.specs, *self._first.targets.specs)
 
     def find(
-        self, inputs: Sequence[Tensor], targets: Sequence[Tensor], given: Given, *, with_loss: bool, training: bool
+        self, inputs: Sequence[Tensor], targets: Sequence[Tensor], arguments: Given, *, with_loss: bool, training: bool
     ) -> ShapedBatch:
         """Return a batch of another shape in microbatches; a new shape is compiled first.
 
@@ -184,7 +184,7 @@ class Shapes:
 
         Args:
             inputs, targets: The batch's tensors in flat order.
-            given: The same as the user gave them.
+            arguments: The same as the user gave them.
             with_loss: Whether the loss is wanted, and not the outputs.
             training: Whether a step trains on the batch.
 
@@ -198,48 +198,48 @@ class Shapes:
         known = self._known.get((sizes, rows))
         if known is None or not _serves(known.shape, with_loss, training):
             name = _name([one.shape for one in tensors], labels)
-            known = self._compiled(sizes, rows, name, given, with_loss, training)
+            known = self._compiled(sizes, rows, name, arguments, with_loss, training)
         self._known.move_to_end((sizes, rows))
         known.steps += 1
         shape = known.shape
         split = split_rows(inputs, shape.rows), split_rows(targets, shape.rows)
         return ShapedBatch(shape.number, *split, shape.shares, shape.larger)
 
-    def _compiled(self, sizes: Sizes, rows: int, name: str, given: Given, with_loss: bool, training: bool) -> _Known:
+    def _compiled(self, sizes: Sizes, rows: int, name: str, arguments: Given, with_loss: bool, training: bool) -> _Known:
         began = time.monotonic()
         split = microbatch_rows(rows, self._microbatches)
         earlier = self._known.get((sizes, rows))
         trained = earlier is not None and earlier.shape.trains
         if trained and not with_loss:
             # The sizes are those of a step's, so the targets have no tensors, and what is given suffices for the loss.
-            given, with_loss = (given[0], given[1], self._first.targets.unflatten(())), True
+            arguments, with_loss = (arguments[0], arguments[1], self._first.targets.unflatten(())), True
         try:
             several = sorted(set(split), reverse=True)
-            made = [self._stages_for(sizes, one, given, with_loss, training) for one in several]
+            compiled = [self._stages_for(sizes, one, arguments, with_loss, training) for one in several]
             if earlier is not None:
                 before = (earlier.shape.larger, earlier.shape.smaller)
-                made = [_joined(one, other) for one, other in zip(made, before, strict=False)]
+                compiled = [_joined(one, other) for one, other in zip(compiled, before, strict=False)]
         except (CaptureError, PartitionError, OptionError) as error:
             raise BatchError(f"a batch of {name}: the model can't be compiled for this shape: {error}") from error
         digest = hashlib.blake2b(repr((sizes, rows)).encode(), digest_size=4).digest()
-        use = " for evaluation too" if trained else "" if all(one.trains for one in made) else " for evaluation only"
-        new = NewShape(self._number + 1, max(1, int.from_bytes(digest, "little")), name, split, *made, use=use)
+        use = " for evaluation too" if trained else "" if all(one.trains for one in compiled) else " for evaluation only"
+        new = NewShape(self._number + 1, max(1, int.from_bytes(digest, "little")), name, split, *compiled, use=use)
         shape = self._add(new)
         self._number = new.number
-        found = self._known[sizes, rows] = _Known(shape, name, time.monotonic() - began)
-        self._tell(EventKind.COMPILED, f"batches of {name}{new.use} in {found.seconds:.2f} s")
+        known = self._known[sizes, rows] = _Known(shape, name, time.monotonic() - began)
+        self._tell(EventKind.COMPILED, f"batches of {name}{new.use} in {known.seconds:.2f} s")
         if earlier is not None:  # the same shape, and so none more
-            found.steps, found.seconds = earlier.steps, earlier.seconds + found.seconds
+            known.steps, known.seconds = earlier.steps, earlier.seconds + known.seconds
             self._drop(earlier.shape.number)
-        elif (warning := self._warning.after(found.seconds)) is not None:
+        elif (warning := self._warning.after(known.seconds)) is not None:
             self._tell(None, warning)
         while len(self._known) > self._most:
             _, dropped = self._known.popitem(last=False)
             self._drop(dropped.shape.number)
             self._tell(EventKind.FORGOTTEN, f"batches of {dropped.name}: {self._most} shapes are kept")
-        return found
+        return known
 
-    def _stages_for(self, sizes: Sizes, rows: int, given: Given, with_loss: bool, training: bool) -> CompiledStages:
+    def _stages_for(self, sizes: Sizes, rows: int, arguments: Given, with_loss: bool, training: bool) -> CompiledStages:
         """Return the stages for microbatches of this many rows, which another shape of batch may have already.
 
         Stages with a loss serve evaluations without targets too.
@@ -253,7 +253,7 @@ class Shapes:
                     if stages is not None and size == rows:
                         return stages
         assert self._compile is not None, "shapes can vary"
-        args, kwargs, targets = first_rows((given[0], dict(given[1]), given[2]), rows)
+        args, kwargs, targets = first_rows((arguments[0], dict(arguments[1]), arguments[2]), rows)
         return self._compile(args, kwargs, targets, with_loss, training)
 
 
@@ -262,13 +262,13 @@ def _serves(shape: StepShape, with_loss: bool, training: bool) -> bool:
     return shape.trains if training else shape.evaluates and (shape.with_loss or not with_loss)
 
 
-def _joined(made: CompiledStages, before: CompiledStages | None) -> CompiledStages:
+def _joined(new: CompiledStages, before: CompiledStages | None) -> CompiledStages:
     """Return new stages with what they lack of those that the shape had before: either kind may be missing."""
-    if before is None or (made.trains and made.evaluates):
-        return made
-    if not made.trains:
-        return before.with_evaluation_of(made) if before.trains else made
-    return made.with_evaluation_of(before) if before.evaluates and before.with_loss else made
+    if before is None or (new.trains and new.evaluates):
+        return new
+    if not new.trains:
+        return before.with_evaluation_of(new) if before.trains else new
+    return new.with_evaluation_of(before) if before.evaluates and before.with_loss else new
 
 
 def _name(sizes: Sequence[Sequence[int]], labels: Sequence[str]) -> str:

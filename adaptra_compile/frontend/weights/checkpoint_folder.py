@@ -49,25 +49,25 @@ def read_checkpoint(
     sizes = {name: one for name, one in known.items() if hasattr(one, "size")}
     aliases = next(iter(names_of.values()), ())
     prefixes = sorted({key.removesuffix(alias) for alias in aliases for key in sizes if _ends(key, alias)}, key=len)
-    found: dict[str, list[str]] = {}
+    keys_of: dict[str, list[str]] = {}
     missing: list[str] = list(targets)
     for prefix in prefixes:
         present = {name: [prefix + one for one in names_of[name] if prefix + one in sizes] for name in targets}
         left = [name for name, keys in present.items() if not keys]
         if len(left) < len(missing):
-            found, missing = {name: keys for name, keys in present.items() if keys}, left
+            keys_of, missing = {name: keys for name, keys in present.items() if keys}, left
     refuse_missing(path, missing)
-    for name, key in ((name, key) for name, keys in found.items() for key in keys):
+    for name, key in ((name, key) for name, keys in keys_of.items() for key in keys):
         refuse_shape(path, key, sizes[key].size, targets[name])
-        given = sizes[key].properties.dtype
-        if given != targets[name].dtype:
+        dtype = sizes[key].properties.dtype
+        if dtype != targets[name].dtype:
             raise StateError(
-                f"weights={str(path)!r}: {key} is of {dtype_name(given)}: expected {dtype_name(targets[name].dtype)}, as a "
+                f"weights={str(path)!r}: {key} is of {dtype_name(dtype)}: expected {dtype_name(targets[name].dtype)}, as a "
                 "checkpoint is read without conversion; build the model in the checkpoint's dtype"
             )
-    _require_files(path, metadata, {key for keys in found.values() for key in keys})
-    _load(path, {keys[0]: targets[name] for name, keys in found.items()})
-    for name, (key, *others) in found.items():
+    _require_files(path, metadata, {key for keys in keys_of.values() for key in keys})
+    _load(path, {keys[0]: targets[name] for name, keys in keys_of.items()})
+    for name, (key, *others) in keys_of.items():
         for other in others:  # one at a time, as each takes the memory of a tensor
             second = torch.empty_like(targets[name])
             _load(path, {other: second})

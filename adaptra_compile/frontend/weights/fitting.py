@@ -65,29 +65,29 @@ def refuse_missing(path: Path, names: Sequence[str]) -> None:
         )
 
 
-def refuse_shape(path: Path, name: str, given: Sequence[int], target: Tensor) -> None:
+def refuse_shape(path: Path, name: str, shape: Sequence[int], target: Tensor) -> None:
     """Refuse a tensor of another shape than the model's.
 
     Raises:
         StateError: Names the tensor, its file and both shapes.
     """
-    if tuple(given) != tuple(target.shape):
-        raise StateError(f"weights={str(path)!r}: {name} has shape {list(given)}: expected {list(target.shape)}")
+    if tuple(shape) != tuple(target.shape):
+        raise StateError(f"weights={str(path)!r}: {name} has shape {list(shape)}: expected {list(target.shape)}")
 
 
-def refuse_untied(path: Path, name: str, other: str, target: Tensor, given: Tensor) -> None:
+def refuse_untied(path: Path, name: str, other: str, target: Tensor, other_values: Tensor) -> None:
     """Refuse other values for a second name of a tied tensor.
 
     Args:
         path: The files.
         name, other: The two names.
         target: The values of the first name, or some rows of them.
-        given: Those of the second name.
+        other_values: Those of the second name.
 
     Raises:
         StateError: They are not bitwise equal in the model's dtype.
     """
-    if not torch.equal(_as_bytes(target), _as_bytes(given.to(target.device, target.dtype))):
+    if not torch.equal(_as_bytes(target), _as_bytes(other_values.to(target.device, target.dtype))):
         raise StateError(
             f"weights={str(path)!r}: {name} and {other} have different values, and are one tied tensor in the model: expected "
             "equal ones, or one of the two names; build the model with two tensors, or remove the name that it shall not have"

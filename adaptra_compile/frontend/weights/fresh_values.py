@@ -65,14 +65,14 @@ def fresh_values(model: nn.Module, targets: Mapping[str, Tensor], device: torch.
                     f"of other stages: {str(error).splitlines()[0]}; expected a reset_parameters that reads no other module's "
                     "values, or weights= with a checkpoint"
                 ) from error
-    made = dict(work.named_parameters(remove_duplicate=False)) | dict(work.named_buffers(remove_duplicate=False))
+    computed = dict(work.named_parameters(remove_duplicate=False)) | dict(work.named_buffers(remove_duplicate=False))
     for name, target in targets.items():
-        is_written = not made[name].is_meta and (
-            made[name] is not memo[id(present[name])] or memory_of(target) in draws.written
+        is_written = not computed[name].is_meta and (
+            computed[name] is not memo[id(present[name])] or memory_of(target) in draws.written
         )
         if target.numel() and not is_written:
             _refuse(model, name, isinstance(present[name], nn.Parameter))
-    return {name: made[name].detach() for name in targets}
+    return {name: computed[name].detach() for name in targets}
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:

@@ -66,11 +66,11 @@ def materialise(
     if computed:
         targets |= fresh_values(model, computed, device, whole=weights is None)
     # One object for all names of a tied tensor.
-    made = {name: _as_before(value, present[name]) for name, value in targets.items()}
+    filled = {name: _as_before(value, present[name]) for name, value in targets.items()}
     for alias, name in aliases.items():
-        if name in made:
+        if name in filled:
             path, _, last = alias.rpartition(".")
-            setattr(model.get_submodule(path), last, made[name])
+            setattr(model.get_submodule(path), last, filled[name])
 
 
 def _as_before(value: Tensor, before: Tensor) -> Tensor:

@@ -42,11 +42,11 @@ def read_safetensors(
         raise MissingExtraError("safetensors files need safetensors: pip install 'adaptra[safetensors]'") from error
     opened: Any = safe_open
     places = _places(path, opened)
-    found = {name: [one for one in names_of[name] if one in places] for name in targets}
-    refuse_missing(path, [name for name, present in found.items() if not present])
+    keys_of = {name: [one for one in names_of[name] if one in places] for name in targets}
+    refuse_missing(path, [name for name, present in keys_of.items() if not present])
     rounded: list[str] = []
     for done, (name, target) in enumerate(targets.items(), 1):
-        key, *others = found[name]
+        key, *others = keys_of[name]
         for rows, piece in _pieces(opened, places[key], key, target):
             rows.copy_(piece)
             if piece.dtype.is_floating_point and piece.dtype.itemsize > target.dtype.itemsize and name not in rounded:

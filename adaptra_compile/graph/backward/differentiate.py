@@ -53,20 +53,20 @@ def differentiate(
     traced: list[tuple[TracedPiece, tuple[GradientMessage, ...]]] = []
     trained: set[str] = set()
     for piece in reversed(parts):
-        one = tracer.trace(piece, gradients, is_last=piece.index == last, used_later=frozenset(trained))
-        if (key := (one.module, piece.index == 0)) not in backward:
-            backward[key] = split_backward(one, analysis.changed_state, is_first=piece.index == 0)
-        trained |= {name for name, _ in one.weights}
-        traced.append((one, gradients))
+        trace = tracer.trace(piece, gradients, is_last=piece.index == last, used_later=frozenset(trained))
+        if (key := (trace.module, piece.index == 0)) not in backward:
+            backward[key] = split_backward(trace, analysis.changed_state, is_first=piece.index == 0)
+        trained |= {name for name, _ in trace.weights}
+        traced.append((trace, gradients))
         progress("differentiated", len(traced), len(parts))
-        gradients = one.grad_messages
+        gradients = trace.grad_messages
     stages: list[StageGraphs] = []
     forward = _Forward()
-    for index, (one, received) in enumerate(reversed(traced)):
+    for index, (trace, received) in enumerate(reversed(traced)):
         held = [name for name, stages_of in holders.items() if index in stages_of]
-        trainable = tuple(name for name in one.state.values() if name in trained)
+        trainable = tuple(name for name in trace.state.values() if name in trained)
         stages.append(
-            _stage(index, one, forward, backward[one.module, index == 0], received, held, trainable, names, state_bytes)
+            _stage(index, trace, forward, backward[trace.module, index == 0], received, held, trainable, names, state_bytes)
         )
     return tuple(stages)
 
@@ -80,20 +80,20 @@ def evaluate(flat: FlatGraph, analysis: Analysis, parts: Sequence[Piece], progre
     tracer, forward = Tracer(flat, analysis), _Forward()
     stages: list[EvalGraphs] = []
     for piece in parts:
-        one = tracer.trace(piece, None, is_last=piece.index == last)
+        trace = tracer.trace(piece, None, is_last=piece.index == last)
         losses = int(piece.index == last and flat.loss is not None)
         # Only one of the three graphs runs, so all draw the same random numbers.
         alone = _Forward(forward.next_random), _Forward(forward.next_random)
-        loss = alone[0].graph(one, one.outputs[:1]) if losses else None
-        both = alone[1].graph(one, one.outputs) if losses else None
+        loss = alone[0].graph(trace, trace.outputs[:1]) if losses else None
+        both = alone[1].graph(trace, trace.outputs) if losses else None
         stages.append(
             EvalGraphs(
                 index=piece.index,
-                inputs=one.input_specs,
-                outputs=one.output_specs[losses:],
-                loss=one.output_specs[:losses],
-                targets=_specs(one.targets),
-                _forward=forward.graph(one, one.outputs[losses:], with_targets=False),
+                inputs=trace.input_specs,
+                outputs=trace.output_specs[losses:],
+                loss=trace.output_specs[:losses],
+                targets=_specs(trace.targets),
+                _forward=forward.graph(trace, trace.outputs[losses:], with_targets=False),
                 _loss=loss,
                 _both=both,
             )

@@ -96,10 +96,10 @@ class OutputsBeside:
             sum(_random_ops(one.graphs[0]) for one in self._stages[:-1]),
             frozenset(split.forward) - frozenset(alone),
         )
-        made = ForwardGraph(module, tuple(traced.state.values()), tuple(traced.constants.values()))
-        same = _looks(made.results[: len(loss) + len(kept)]) == _looks(results_of(stage.graphs[0].graph))
+        forward_graph = ForwardGraph(module, tuple(traced.state.values()), tuple(traced.constants.values()))
+        same = _looks(forward_graph.results[: len(loss) + len(kept)]) == _looks(results_of(stage.graphs[0].graph))
         assert same, "outputs beside the loss change neither the loss nor what F saves"
-        return made
+        return forward_graph
 
     def _needed(self) -> set[fx.Node]:
         """Return the nodes that the last stage runs for the outputs."""
@@ -109,11 +109,11 @@ class OutputsBeside:
         needed: set[fx.Node] = set()
         absent: list[str] = []
         for label, output in zip(self._outputs.labels, flat.beside, strict=True):
-            found = self._to_run(output, there)
-            if found is None:
+            extra = self._to_run(output, there)
+            if extra is None:
                 absent.append(label)
             else:
-                needed |= found
+                needed |= extra
         if absent:
             raise OptionError(
                 f"outputs: the model's {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} computed before the last "
@@ -124,17 +124,17 @@ class OutputsBeside:
 
     def _to_run(self, output: fx.Node, there: Collection[fx.Node]) -> set[fx.Node] | None:
         """Return the nodes that an output needs in addition to values that are there, or None if it can't be computed."""
-        found: set[fx.Node] = set()
+        to_run: set[fx.Node] = set()
         waiting = [output]
         while waiting:
             node = waiting.pop()
-            if node in there or node in found or node.op == "get_attr":
+            if node in there or node in to_run or node.op == "get_attr":
                 continue
             if node not in self._flat.aside and node not in self._analysis.free:
                 return None
-            found.add(node)
+            to_run.add(node)
             waiting += node.all_input_nodes
-        return found
+        return to_run
 
     def _wider(self, needed: Collection[fx.Node]) -> Piece:
         """Return the last piece with these nodes and with the outputs."""

@@ -23,14 +23,14 @@ def peak_bytes(graph: fx.Graph, *, foreign: Collection[int], staying: Collection
     taken = [node for node in nodes if node.op == "placeholder"]
     excluded = set(_storages(taken[index] for index in foreign))
     sizes: dict[StorageWeakRef, int] = {}
-    made: list[list[StorageWeakRef]] = []
+    allocated: list[list[StorageWeakRef]] = []
     last_use: dict[StorageWeakRef, int] = {}
     for index, node in enumerate(nodes):
-        made.append([])
+        allocated.append([])
         for storage, size in _storages([node]).items():
             if storage not in excluded and storage not in sizes:
                 sizes[storage] = size
-                made[index].append(storage)
+                allocated[index].append(storage)
         for storage in _storages([node, *node.all_input_nodes]):
             last_use[storage] = index
     last_use |= dict.fromkeys(_storages(taken[index] for index in staying), len(nodes))
@@ -39,7 +39,7 @@ def peak_bytes(graph: fx.Graph, *, foreign: Collection[int], staying: Collection
         ends[last_use[storage]] = ends.get(last_use[storage], 0) + size
     held = peak = 0
     for index in range(len(nodes)):
-        held += sum(sizes[storage] for storage in made[index])
+        held += sum(sizes[storage] for storage in allocated[index])
         peak = max(peak, held)
         held -= ends.get(index, 0)
     return peak

@@ -110,22 +110,22 @@ def build(
         The graph and the number of its random ops.
     """
     graph = fx.Graph()
-    made = {node: _placeholder(graph, node) for node in inputs}
+    rebuilt = {node: _placeholder(graph, node) for node in inputs}
     key = graph.placeholder("random") if first_random is not None else None
     nodes = list(nodes)
     drawing = [node for node in nodes if is_random(node.target, node.args, node.kwargs)] if key is not None else []
     ordinal = {node: number for number, node in enumerate(sorted(drawing, key=lambda node: node in extra), first_random or 0)}
     for node in nodes:
-        args: Any = fx.map_arg(node.args, made.__getitem__)
+        args: Any = fx.map_arg(node.args, rebuilt.__getitem__)
         target: Any = node.target
-        kwargs: Any = fx.map_arg(node.kwargs, made.__getitem__)
+        kwargs: Any = fx.map_arg(node.kwargs, rebuilt.__getitem__)
         if key is not None and node in ordinal:
-            made[node] = graph.call_function(run_seeded, (key, ordinal[node], target, *args), kwargs)
+            rebuilt[node] = graph.call_function(run_seeded, (key, ordinal[node], target, *args), kwargs)
         else:
-            made[node] = graph.call_function(target, args, kwargs)
-        made[node].meta = {"val": node.meta.get("val")}
+            rebuilt[node] = graph.call_function(target, args, kwargs)
+        rebuilt[node].meta = {"val": node.meta.get("val")}
     copies = set(copied)
-    results = [_clone(graph, made[node]) if node in copies else made[node] for node in outputs]
+    results = [_clone(graph, rebuilt[node]) if node in copies else rebuilt[node] for node in outputs]
     graph.output(results)
     graph.set_codegen(ListCodeGen())
     return fx.GraphModule(torch.nn.Module(), graph), len(drawing)
@@ -161,13 +161,13 @@ def _backward_part(traced: TracedPiece, results: Sequence[fx.Node]) -> tuple[lis
     graph_nodes = list(traced.module.graph.nodes)
     backward = [node for node in graph_nodes if node.op == "call_function" and node not in traced.forward]
     effects = [node for node in backward if changes_in_place(node.target)]
-    found = _closure([*results, *effects], backward)
-    used = {one for node in found for one in node.all_input_nodes} | set(results)
-    needed = used - found - set(traced.grad_outputs)
+    to_run = _closure([*results, *effects], backward)
+    used = {one for node in to_run for one in node.all_input_nodes} | set(results)
+    needed = used - to_run - set(traced.grad_outputs)
     again = repeatable(node for node in graph_nodes if node.op == "call_function" and node in traced.forward)
     repeated, bases = _trace_back(needed, lambda node: node in again or (node.op == "call_function" and is_view_node(node)))
-    found |= repeated
-    return list(_in_order(found, graph_nodes)), _in_order(bases, graph_nodes)
+    to_run |= repeated
+    return list(_in_order(to_run, graph_nodes)), _in_order(bases, graph_nodes)
 
 
 def _trace_back(nodes: Iterable[fx.Node], may_repeat: Callable[[fx.Node], bool]) -> tuple[set[fx.Node], set[fx.Node]]:
@@ -195,14 +195,14 @@ def _is_part_of(node: fx.Node, nodes: set[fx.Node]) -> bool:
 
 def _closure(results: Iterable[fx.Node], among: Iterable[fx.Node]) -> set[fx.Node]:
     allowed = set(among)
-    found: set[fx.Node] = set()
+    closure: set[fx.Node] = set()
     waiting = [node for node in results if node in allowed]
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in closure:
+            closure.add(node)
             waiting += [one for one in node.all_input_nodes if one in allowed]
-    return found
+    return closure
 
 
 def _needs(node: fx.Node, among: Iterable[fx.Node], inputs: Collection[fx.Node]) -> bool:

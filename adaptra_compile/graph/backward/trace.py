@@ -245,10 +245,10 @@ class _Trace:
         wanted = [tensor for tensor in (*received, *parameters.values()) if tensor.requires_grad]
         uses = _list_uses(roots, {name: parameters[name] for name in parameters if name in self._used_later})
         if not roots or not wanted:
-            found: list[Tensor | None] = [None] * len(wanted)
+            grads: list[Tensor | None] = [None] * len(wanted)
         else:
-            found = list(torch.autograd.grad(roots, wanted, tangents, allow_unused=True))
-        of = {id(tensor): gradient for tensor, gradient in zip(wanted, found, strict=True)}
+            grads = list(torch.autograd.grad(roots, wanted, tangents, allow_unused=True))
+        of = {id(tensor): gradient for tensor, gradient in zip(wanted, grads, strict=True)}
         sent: list[Tensor] = []
         for index, tensor in enumerate(received):
             gradient = of.get(id(tensor))
@@ -270,8 +270,8 @@ class _Trace:
 
 def _list_uses(roots: Iterable[Tensor], leaves: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
     """Return a list per name that autograd fills with the summands of that leaf's gradient, in the order of addition."""
-    found: dict[str, list[Tensor]] = {name: [] for name in leaves}
-    of = {id(leaf): found[name] for name, leaf in leaves.items()}
+    summands: dict[str, list[Tensor]] = {name: [] for name in leaves}
+    of = {id(leaf): summands[name] for name, leaf in leaves.items()}
     nodes = [root.grad_fn for root in roots if root.grad_fn is not None] if leaves else []
     seen = set(nodes)
     for node in nodes:
@@ -283,7 +283,7 @@ def _list_uses(roots: Iterable[Tensor], leaves: Mapping[str, Tensor]) -> dict[st
         new = [one for one in dict.fromkeys(following) if one is not None and one not in seen]
         seen.update(new)
         nodes += new
-    return found
+    return summands
 
 
 def _appending(edges: Mapping[int, list[Tensor]]) -> Callable[[Sequence[Tensor | None], object], None]:

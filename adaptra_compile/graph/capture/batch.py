@@ -66,20 +66,20 @@ class Structure:
         """The names of the tensors in the user's call, in flat order."""
         return tuple(leaf.label for leaf in self._leaves if leaf.spec is not None)
 
-    def flatten(self, given: Mapping[str, Any], *, any_size: bool = False) -> list[Tensor]:
+    def flatten(self, batch: Mapping[str, Any], *, any_size: bool = False) -> list[Tensor]:
         """Return the tensors of a batch, in flat order.
 
         Args:
-            given: Values by argument name. Tensors may have any size in their first dimension: a batch is many microbatches.
+            batch: Values by argument name. Tensors may have any size in their first dimension: a batch is many microbatches.
             any_size: Whether they may have any size in the other dimensions too.
 
         Raises:
             BatchError: The structure, a dtype, a dimension other than the first, or a constant differs from the capture.
         """
-        leaves, tree = pytree.tree_flatten_with_path(dict(given))
+        leaves, tree = pytree.tree_flatten_with_path(dict(batch))
         if tree != self._tree:
             raise BatchError(
-                f"{self._what}: given {_structure_of(given)}: expected the structure the "
+                f"{self._what}: given {_structure_of(batch)}: expected the structure the "
                 f"pipeline was compiled for, {_structure_of(self._shape)}"
             )
         tensors: list[Tensor] = []
@@ -243,10 +243,10 @@ class OutputFormat:
         return {field.name: opened_outputs(getattr(outputs, field.name)) for field in dataclasses.fields(outputs)}
 
 
-def _is_equal(one: Any, other: Any) -> bool:
-    if type(one) is not type(other) or isinstance(other, Tensor):
+def _is_equal(value: Any, other: Any) -> bool:
+    if type(value) is not type(other) or isinstance(other, Tensor):
         return False
-    return one is other or bool(one == other) or repr(one) == repr(other) == "nan"
+    return value is other or bool(value == other) or repr(value) == repr(other) == "nan"
 
 
 def loss_of(outputs: Any, loss: LossFunction | None, form: TargetFormat, targets: Sequence[Tensor]) -> Tensor:
@@ -259,11 +259,11 @@ def loss_of(outputs: Any, loss: LossFunction | None, form: TargetFormat, targets
         return loss(outputs, form.unflatten(targets))
     if loss is None:
         return find_loss(outputs)
-    found = loss(outputs, form.unflatten(targets))
-    if not isinstance(found, Tensor) or found.dim() != 0:
-        shown = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+    loss_value = loss(outputs, form.unflatten(targets))
+    if not isinstance(loss_value, Tensor) or loss_value.dim() != 0:
+        shown = f"shape {tuple(loss_value.shape)}" if isinstance(loss_value, Tensor) else type(loss_value).__name__
         raise CaptureError(f"the loss function returned {shown}: expected a scalar tensor, such as the mean of the losses")
-    return found
+    return loss_value
 
 
 def find_loss(outputs: Any) -> Tensor:
@@ -272,15 +272,15 @@ def find_loss(outputs: Any) -> Tensor:
     Raises:
         CaptureError: There is no loss. The text says what was returned and what is expected.
     """
-    found = outputs
+    candidate = outputs
     if isinstance(outputs, Mapping):
-        found = outputs.get("loss", next(iter(outputs.values()), None))
+        candidate = outputs.get("loss", next(iter(outputs.values()), None))
     elif not isinstance(outputs, Tensor) and hasattr(outputs, "loss"):
-        found = outputs.loss
+        candidate = outputs.loss
     elif isinstance(outputs, tuple | list) and outputs:
-        found = outputs[0]
-    if isinstance(found, Tensor) and found.dim() == 0 and found.is_floating_point():
-        return found
+        candidate = outputs[0]
+    if isinstance(candidate, Tensor) and candidate.dim() == 0 and candidate.is_floating_point():
+        return candidate
     raise CaptureError(
         f"the model returned {_describe(outputs)}: without loss= the model must return a scalar loss, or a dict, tuple or "
         "dataclass whose first element or .loss is the scalar loss; is loss= missing?"

@@ -417,14 +417,14 @@ def _placement(node: fx.Node) -> tuple[str, ...]:
 
 def _explain(model: nn.Module, error: BaseException) -> str:
     names = {id(module): name for name, module in model.named_modules()}
-    found: tuple[str, str] | None = None
+    place: tuple[str, str] | None = None
     cause: BaseException | None = error
     # Torch wraps errors in its own, so the frames of the user's code may only be in a cause.
-    while cause is not None and found is None:
-        found = _user_frame(cause, names)
+    while cause is not None and place is None:
+        place = _user_frame(cause, names)
         cause = cause.__cause__ or cause.__context__
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
-    where = "" if found is None else f"{found[0]} at {found[1]}: "
+    where = "" if place is None else f"{place[0]} at {place[1]}: "
     return (
         f"{where}the model can't become one graph: {type(error).__name__}: {reason[:300]}; expected a model that torch.export "
         "can capture, without control flow that depends on the values of tensors"

@@ -71,7 +71,7 @@ class Opened(NamedTuple):
         )
 
 
-def opened(*given: Mapping[str, Any]) -> list[dict[str, Any]]:
+def opened(*parts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the parts of a batch, each by argument name, with all containers opened. Opened ones stay as they are.
 
     Raises:
@@ -79,9 +79,9 @@ def opened(*given: Mapping[str, Any]) -> list[dict[str, Any]]:
             as there are rows. The text names it and its type.
     """
     lists: _Lists = []
-    found = [{name: _open(one, name, lists) for name, one in part.items()} for part in given]
+    opened_parts = [{name: _open(one, name, lists) for name, one in part.items()} for part in parts]
     if lists:
-        rows = next((one.shape[0] for one in pytree.tree_leaves(found) if isinstance(one, Tensor) and one.dim()), 0)
+        rows = next((one.shape[0] for one in pytree.tree_leaves(opened_parts) if isinstance(one, Tensor) and one.dim()), 0)
         for where, values in lists:
             if len(values) == rows:
                 raise BatchError(
@@ -89,7 +89,7 @@ def opened(*given: Mapping[str, Any]) -> list[dict[str, Any]]:
                     "each microbatch would get all of them: expected a tensor, which is split by rows, or a tuple if "
                     "these are no rows"
                 )
-    return found
+    return opened_parts
 
 
 def opened_outputs(outputs: Any) -> Any:
@@ -104,19 +104,19 @@ def closed(nest: Any) -> Any:
 
 def path_text(path: tuple[Any, ...]) -> str:
     """Return a path of pytree as Python would write it for the user's own containers."""
-    found, keys = "", list(path)
+    text, keys = "", list(path)
     while keys:
         key = keys.pop(0)
         match getattr(key, "name", None):
             case "opened_attributes":
-                found += f".{keys.pop(0).key}"
+                text += f".{keys.pop(0).key}"
             case "opened_items":
                 pass
             case "opened_type":
-                found += ".__class__"
+                text += ".__class__"
             case _:
-                found += pytree.keystr((key,))
-    return found
+                text += pytree.keystr((key,))
+    return text
 
 
 def _open(value: Any, where: str, lists: _Lists | None) -> Any:
@@ -177,23 +177,23 @@ def _attributes(value: Any, where: str, lists: _Lists | None, *, is_strict: bool
                 raise
 
 
-def _close(one: Any) -> Any:
-    if type(one) is not Opened:
-        return one
-    of = one.opened_type.of
-    items: dict[Any, Any] = closed(one.opened_items)
+def _close(container: Any) -> Any:
+    if type(container) is not Opened:
+        return container
+    of = container.opened_type.of
+    items: dict[Any, Any] = closed(container.opened_items)
     base: Any = next((each for each in of.__mro__ if each in (OrderedDict, defaultdict, dict)), object)
-    made = base.__new__(of)
+    restored = base.__new__(of)
     if base is not object:
         for key, value in items.items():
-            base.__setitem__(made, key, value)
+            base.__setitem__(restored, key, value)
     elif issubclass(of, UserDict):
-        object.__setattr__(made, "data", items)
-    if one.opened_type.is_its_dict:
-        object.__setattr__(made, "__dict__", made)
-    for name, value in closed(one.opened_attributes).items():
-        object.__setattr__(made, name, value)  # a frozen dataclass has no other way
-    return made
+        object.__setattr__(restored, "data", items)
+    if container.opened_type.is_its_dict:
+        object.__setattr__(restored, "__dict__", restored)
+    for name, value in closed(container.opened_attributes).items():
+        object.__setattr__(restored, name, value)  # a frozen dataclass has no other way
+    return restored
 
 
 def _check_tensor(value: Tensor, where: str) -> None:

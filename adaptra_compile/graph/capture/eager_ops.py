@@ -58,11 +58,11 @@ def eager_ops(
         fakes = {name: made[id(tensor)] for name, tensor in state.items()}
         wanted = list({id(fakes[name]): fakes[name].requires_grad_() for name in trainable}.values())
         # Libraries check for the meta device as they check for fake tensors.
-        given = pytree.tree_map_only(Tensor, lambda one: fake_like(one, one.requires_grad) if one.is_meta else one, examples)
-        wanted += [one for one in pytree.tree_leaves(given) if isinstance(one, Tensor) and one.requires_grad]
+        faked = pytree.tree_map_only(Tensor, lambda one: fake_like(one, one.requires_grad) if one.is_meta else one, examples)
+        wanted += [one for one in pytree.tree_leaves(faked) if isinstance(one, Tensor) and one.requires_grad]
         record = _RecordOps(where)
         with _reparametrize_module(step, fakes), as_eager(), record, torch.enable_grad():
-            results = step(*given)
+            results = step(*faked)
             record.where = str
             roots = [one for one in results if one.requires_grad]
             # Not recorded: a pipeline gets the gradient of the loss as an input.
@@ -107,23 +107,23 @@ class _RecordOps(TorchDispatchMode):
         described = () if not isinstance(func, OpOverload) or is_set_aside(func) else signatures(func, args, kwargs)
         result = func(*args, **kwargs)
         if self._on and isinstance(func, OpOverload):
-            given, made = _tensors((args, kwargs)), _tensors(result)
-            written = [*made, *_tensors(written_by(func, args, kwargs))]
+            inputs, outputs = _tensors((args, kwargs)), _tensors(result)
+            written = [*outputs, *_tensors(written_by(func, args, kwargs))]
             where = self.where() if described else ""
             self._runs.append(
-                _RanOp(tuple(EagerOp(one, where) for one in described), _memory(given), _memory(written), [*given, *made])
+                _RanOp(tuple(EagerOp(one, where) for one in described), _memory(inputs), _memory(written), [*inputs, *outputs])
             )
         return result
 
     def live(self, results: Sequence[Tensor]) -> tuple[EagerOp, ...]:
         """Return the ops that these tensors depend on, in the order of execution."""
         needed = set(_memory(results))
-        found: list[EagerOp] = []
+        ops: list[EagerOp] = []
         for run in reversed(self._runs):
             if run.writes & needed:
                 needed |= run.reads
-                found += reversed(run.found)
-        return tuple(reversed(found))
+                ops += reversed(run.found)
+        return tuple(reversed(ops))
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -14,16 +14,16 @@ from torch.utils import _pytree as pytree
 from adaptra.graph.ops.ops import is_view_node, written_by
 
 
-def copy_what_changes(graph: fx.Graph, given: Sequence[fx.Node]) -> None:
+def copy_what_changes(graph: fx.Graph, placeholders: Sequence[fx.Node]) -> None:
     """Copy, at the first use, each of the given placeholders that the graph changes in place.
 
     Args:
         graph: The graph. It is changed.
-        given: The placeholders of inputs and targets.
+        placeholders: The placeholders of inputs and targets.
     """
-    written, _ = _followed(graph, given)
+    written, _ = _followed(graph, placeholders)
     order = {node: at for at, node in enumerate(graph.nodes)}
-    for node in (one for one in given if one in written):
+    for node in (one for one in placeholders if one in written):
         used = min(node.users, key=order.__getitem__)
         with graph.inserting_before(used):
             copy = graph.call_function(torch.ops.aten.clone.default, (node,))

@@ -72,14 +72,14 @@ def _signature(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Signa
     packet, overload = str(op).rsplit(".", 1)
     name = f"{packet.removesuffix('_')}.{overload}"
     arguments = op._schema.arguments
-    given: dict[str, Any] = {one.name: one.default_value for one in arguments if one.has_default_value()}
-    given |= {one.name: value for one, value in zip(arguments, args, strict=False)}
-    given |= kwargs
-    given.pop("generator", None)
-    described = [f"{name}={_describe(value)}" for name, value in given.items()]
-    if name in _COMMUTE and given.get("alpha", 1) == 1:
-        first, second = sorted(_describe(given.pop(one), strides=False) for one in ("self", "other"))
-        described = [first, second, *(f"{name}={_describe(value)}" for name, value in given.items())]
+    by_name: dict[str, Any] = {one.name: one.default_value for one in arguments if one.has_default_value()}
+    by_name |= {one.name: value for one, value in zip(arguments, args, strict=False)}
+    by_name |= kwargs
+    by_name.pop("generator", None)
+    described = [f"{name}={_describe(value)}" for name, value in by_name.items()]
+    if name in _COMMUTE and by_name.get("alpha", 1) == 1:
+        first, second = sorted(_describe(by_name.pop(one), strides=False) for one in ("self", "other"))
+        described = [first, second, *(f"{name}={_describe(value)}" for name, value in by_name.items())]
     return name, tuple(described)
 
 

@@ -67,13 +67,13 @@ def compare_ops(
     captured = [one for graph in stages for node in graph.graph.nodes for one in of_node(node)]
     remaining, beside = Counter(captured), Counter(elsewhere or {})
     missing: list[EagerOp] = []
-    for one in eager:
-        if remaining[one.signature] > 0:
-            remaining[one.signature] -= 1
-        elif beside[one.signature] > 0:
-            beside[one.signature] -= 1
+    for op in eager:
+        if remaining[op.signature] > 0:
+            remaining[op.signature] -= 1
+        elif beside[op.signature] > 0:
+            beside[op.signature] -= 1
         else:
-            missing.append(one)
+            missing.append(op)
     if dense:
         missing = _match_without_strides(missing, remaining)
     known = {without_strides(one.signature) if dense else one.signature for one in eager} if again else set[Signature]()
@@ -99,13 +99,13 @@ def _match_without_strides(missing: Sequence[EagerOp], remaining: Counter[Signat
         The ops without a partner.
     """
     alike: dict[Signature, list[Signature]] = {}
-    for one, count in remaining.items():
-        alike.setdefault(without_strides(one), []).extend([one] * count)
+    for signature, count in remaining.items():
+        alike.setdefault(without_strides(signature), []).extend([signature] * count)
     left: list[EagerOp] = []
-    for one in missing:
-        partners = alike.get(without_strides(one.signature))
+    for op in missing:
+        partners = alike.get(without_strides(op.signature))
         if partners:
             remaining[partners.pop()] -= 1
         else:
-            left.append(one)
+            left.append(op)
     return left

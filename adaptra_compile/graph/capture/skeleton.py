@@ -26,21 +26,21 @@ def skeleton(model: nn.Module, device: torch.device | None = None) -> nn.Module:
         device: The device of the fakes of tensors on the meta device; without it they stay there.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    made: dict[int, Any] = {}
+    memo: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in made:
-            made[id(tensor)] = _fake(tensor, mode, device)
-    found = copy.deepcopy(model, made)
-    for one in made.get(id(made), ()):  # where deepcopy keeps all that it has copied
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _fake(tensor, mode, device)
+    fake_model = copy.deepcopy(model, memo)
+    for one in memo.get(id(memo), ()):  # where deepcopy keeps all that it has copied
         if isinstance(one, Tensor):
-            made[id(one)].data = one.detach()
-    return found
+            memo[id(one)].data = one.detach()
+    return fake_model
 
 
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None) -> Tensor:
     where = device if tensor.is_meta and device is not None else tensor.device
     with mode:
-        made = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=where)
+        fake = torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device=where)
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, tensor.requires_grad)
-        return made.requires_grad_(tensor.requires_grad)
+            return nn.Parameter(fake, tensor.requires_grad)
+        return fake.requires_grad_(tensor.requires_grad)

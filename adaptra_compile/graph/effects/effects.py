@@ -75,7 +75,7 @@ class Effects:
         self.after = self.before
         try:
             with self._noting_questions():
-                found = run()
+                program = run()
         finally:
             drawn = self.before.drawn()
             first = self.after
@@ -84,7 +84,7 @@ class Effects:
             self._refuse_drawn(run, generator, name, state)
         changes = self.before.changes(first)
         if not changes and not self._asked:
-            return found
+            return program
         first.restore()
         self.after = first
         again, error = None, None
@@ -99,10 +99,10 @@ class Effects:
         left = [one for one in first.changes(second) if not alike(one.before, one.after)]
         if left:
             raise self._refusal(run, left)
-        place = first_difference(found, again, self._state)
+        place = first_difference(program, again, self._state)
         if place is not None:
             raise self._refusal(run, changes, place)
-        return found
+        return program
 
     def _refuse_drawn(self, run: Callable[[], Any], generator: Any, name: str, state: Any) -> None:
         last = state
@@ -140,7 +140,7 @@ class Effects:
         )
 
     def _lines(self, changed: Callable[[], bool], run: Callable[[], Any]) -> list[str]:
-        found: list[str] = []
+        places: list[str] = []
 
         @contextmanager
         def looking() -> Generator[None]:
@@ -148,17 +148,17 @@ class Effects:
                 try:
                     yield
                 finally:
-                    found.extend(lines)
+                    places.extend(lines)
 
         self.running = looking
         try:
             run()
         except CaptureError:
-            return found
+            return places
         finally:
             self.running = nullcontext
             self.before.restore()
-        return found
+        return places
 
     @contextmanager
     def _noting_questions(self) -> Generator[None]:

@@ -26,11 +26,11 @@ def is_generator(value: Any) -> bool:
 def global_generators() -> dict[str, Any]:
     """Return the generators that every module of the process shares, by the names of what draws from them."""
     functions: Any = random.random
-    found = {"Python's random": functions.__self__, "torch's generator": torch.default_generator}
+    generators = {"Python's random": functions.__self__, "torch's generator": torch.default_generator}
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        found["numpy.random"] = numpy.random.mtrand._rand
-    return found
+        generators["numpy.random"] = numpy.random.mtrand._rand
+    return generators
 
 
 @contextmanager
@@ -79,9 +79,9 @@ def _is_legacy(generator: Any) -> bool:
     return isinstance(generator, sys.modules["numpy"].random.RandomState)
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    return one.tobytes() == other.tobytes() if hasattr(one, "tobytes") else one == other
+def _equal(state: Any, other: Any) -> bool:
+    if isinstance(state, dict):
+        return state.keys() == other.keys() and all(_equal(state[key], other[key]) for key in state)
+    if isinstance(state, torch.Tensor):
+        return torch.equal(state, other)
+    return state.tobytes() == other.tobytes() if hasattr(state, "tobytes") else state == other

@@ -63,30 +63,32 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def same(one: Any, other: Any) -> bool:
+def same(value: Any, other: Any) -> bool:
     """Return whether two values of a key are the same: one object, or equal plain values."""
-    if one is other:
+    if value is other:
         return True
-    if type(one) is not type(other):
+    if type(value) is not type(other):
         return False
-    if isinstance(one, tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return is_plain(one) and (one == other or repr(one) == repr(other) == "nan")
+    if isinstance(value, tuple):
+        return len(value) == len(other) and all(map(same, value, other))
+    return is_plain(value) and (value == other or repr(value) == repr(other) == "nan")
 
 
-def alike(one: Any, other: Any, depth: int = 6) -> bool:
+def alike(value: Any, other: Any, depth: int = 6) -> bool:
     """Return whether two values differ in tensors and in identities only."""
-    if same(one, other) or depth == 0:
+    if same(value, other) or depth == 0:
         return True
-    if isinstance(one, Tensor) or type(one) is not type(other) or is_plain(one):
-        return isinstance(one, Tensor) and isinstance(other, Tensor)
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(alike(one[key], other[key], depth - 1) for key in one)
-    if isinstance(one, list | tuple | deque):
-        return len(one) == len(other) and all(alike(first, second, depth - 1) for first, second in zip(one, other, strict=True))
-    if isinstance(one, set | frozenset):
-        return len(one) == len(other)
-    return not hasattr(one, "__dict__") or alike(vars(one), vars(other), depth - 1)
+    if isinstance(value, Tensor) or type(value) is not type(other) or is_plain(value):
+        return isinstance(value, Tensor) and isinstance(other, Tensor)
+    if isinstance(value, dict):
+        return list(value) == list(other) and all(alike(value[key], other[key], depth - 1) for key in value)
+    if isinstance(value, list | tuple | deque):
+        return len(value) == len(other) and all(
+            alike(first, second, depth - 1) for first, second in zip(value, other, strict=True)
+        )
+    if isinstance(value, set | frozenset):
+        return len(value) == len(other)
+    return not hasattr(value, "__dict__") or alike(vars(value), vars(other), depth - 1)
 
 
 def keeper_of(value: Any, where: str, name: str, settled: frozenset[str] = frozenset()) -> Keeper | None:
@@ -118,13 +120,13 @@ def cells_of(function: FunctionType, where: str) -> Keeper:
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
     def read() -> Content:
-        found: Content = {}
+        contents: Content = {}
         for name, cell in cells.items():
             try:
-                found[name] = cell.cell_contents
+                contents[name] = cell.cell_contents
             except ValueError:  # not yet assigned
                 continue
-        return found
+        return contents
 
     def write(content: Content) -> None:
         for name, value in content.items():

@@ -46,13 +46,13 @@ def lines_after_which(changed: Callable[[], bool], model: nn.Module) -> Generato
         model: The model whose modules are named.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    found: list[str] = []
+    places: list[str] = []
     last = ""
 
     def look(frame: FrameType, event: str, argument: Any) -> Any:
         nonlocal last
         if last and changed():
-            found.append(last)
+            places.append(last)
         here = frame.f_back if event == "return" else frame
         last = "" if here is None else _place(here, names)
         return look
@@ -65,7 +65,7 @@ def lines_after_which(changed: Callable[[], bool], model: nn.Module) -> Generato
     changed()
     sys.settrace(enter)
     try:
-        yield found
+        yield places
     finally:
         sys.settrace(before)
 

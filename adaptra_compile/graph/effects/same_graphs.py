@@ -18,15 +18,15 @@ from adaptra.graph.ops.value_dependent import place_of
 
 
 def first_difference(
-    one: torch.export.ExportedProgram, other: torch.export.ExportedProgram, state: frozenset[str]
+    program: torch.export.ExportedProgram, other: torch.export.ExportedProgram, state: frozenset[str]
 ) -> str | None:
     """Return the module and line of the first op that differs in two captures; None if they compute the same.
 
     Args:
-        one, other: The captures. Tensors that an earlier call has left in the model are constants of the second one.
+        program, other: The captures. Tensors that an earlier call has left in the model are constants of the second one.
         state: The names of parameters and buffers, which are inputs of both.
     """
-    mine, theirs = _lines(one, state), _lines(other, state)
+    mine, theirs = _lines(program, state), _lines(other, state)
     for (line, node), (its_line, its_node) in zip(mine, theirs, strict=False):
         if not _equal(line, its_line):
             return place_of(its_node if node.op == "output" else node)
@@ -60,14 +60,14 @@ class _Reading:
             if node.op not in ("call_function", "output"):
                 continue
             leaves, form = pytree.tree_flatten((node.args, dict(node.kwargs)))
-            given = [self.argument(leaf, module) for leaf in leaves]
-            if node.op == "call_function" and self._is_constant(node, leaves, given):
-                args, kwargs = pytree.tree_unflatten(given, form)
+            arguments = [self.argument(leaf, module) for leaf in leaves]
+            if node.op == "call_function" and self._is_constant(node, leaves, arguments):
+                args, kwargs = pytree.tree_unflatten(arguments, form)
                 self.values[node] = node.target(*args, **kwargs)  # type: ignore[operator]  # a captured graph calls functions only
                 continue
             self.numbers[node] = len(self.numbers) + len(self.lines)
             # Not all ops write constants, but a later op sees these values; so each line has its own copy.
-            kept = [one.detach().clone() if isinstance(one, Tensor) else one for one in given]
+            kept = [one.detach().clone() if isinstance(one, Tensor) else one for one in arguments]
             self.lines.append(([str(node.target), str(form), *kept], node))
 
     def _is_constant(self, node: fx.Node, leaves: list[Any], given: list[Any]) -> bool:
@@ -104,12 +104,12 @@ def _lines(exported: torch.export.ExportedProgram, state: frozenset[str]) -> lis
     return reading.lines
 
 
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        alike = one.shape == other.shape and one.dtype == other.dtype and one.stride() == other.stride()
-        if one.is_meta or other.is_meta or not alike:
+def _equal(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        alike = value.shape == other.shape and value.dtype == other.dtype and value.stride() == other.stride()
+        if value.is_meta or other.is_meta or not alike:
             return alike
-        return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_equal, one, other))
-    return type(one) is type(other) and (one is other or bool(one == other) or repr(one) == repr(other) == "nan")
+        return torch.equal(value, other) or bool(((value == other) | (value.isnan() & other.isnan())).all())
+    if isinstance(value, list | tuple) and isinstance(other, list | tuple):
+        return len(value) == len(other) and all(map(_equal, value, other))
+    return type(value) is type(other) and (value is other or bool(value == other) or repr(value) == repr(other) == "nan")

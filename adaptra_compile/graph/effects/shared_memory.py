@@ -18,11 +18,11 @@ def overlapping(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
     Args:
         named: Tensors by name. Several names of one tensor count as one.
     """
-    found: dict[int, tuple[str, Tensor]] = {}
+    distinct: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in named.items():
-        found.setdefault(id(tensor), (name, tensor))
+        distinct.setdefault(id(tensor), (name, tensor))
     in_memory: defaultdict[int, list[tuple[str, Tensor]]] = defaultdict(list)
-    for name, tensor in found.values():
+    for name, tensor in distinct.values():
         if _has_memory(tensor):
             in_memory[memory_of(tensor)].append((name, tensor))
     for together in in_memory.values():
@@ -51,16 +51,18 @@ def _is_dense(tensor: Tensor) -> bool:
     return len(_bytes(tensor)) == tensor.numel() * tensor.element_size()
 
 
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    if _is_dense(one) and _is_dense(other):
+def _overlap(tensor: Tensor, other: Tensor) -> bool:
+    if _is_dense(tensor) and _is_dense(other):
         return True
-    alike = one.shape == other.shape and one.stride() == other.stride() and one.storage_offset() == other.storage_offset()
-    if alike and one.element_size() == other.element_size():
+    alike = (
+        tensor.shape == other.shape and tensor.stride() == other.stride() and tensor.storage_offset() == other.storage_offset()
+    )
+    if alike and tensor.element_size() == other.element_size():
         return True
-    start = min(_bytes(one).start, _bytes(other).start)
-    numbers = torch.arange(max(_bytes(one).stop, _bytes(other).stop) - start)
+    start = min(_bytes(tensor).start, _bytes(other).start)
+    numbers = torch.arange(max(_bytes(tensor).stop, _bytes(other).stop) - start)
     touched = torch.zeros_like(numbers, dtype=torch.bool)
-    touched[_in(numbers, one, start)] = True
+    touched[_in(numbers, tensor, start)] = True
     return bool(touched[_in(numbers, other, start)].any())
 
 

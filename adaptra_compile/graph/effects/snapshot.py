@@ -89,7 +89,7 @@ class Snapshot:
 
     def changes(self, later: Snapshot) -> list[ChangedValue]:
         """Return the values of this snapshot's places that differ in a later one."""
-        found: list[ChangedValue] = []
+        changes: list[ChangedValue] = []
         for identity, (keeper, before) in self.contents.items():
             after = later.contents[identity][1]
             if after is before:
@@ -97,8 +97,8 @@ class Snapshot:
             for key in [*before, *(key for key in after if key not in before)]:
                 one, other = before.get(key, MISSING), after.get(key, MISSING)
                 if not same(one, other):
-                    found.append(ChangedValue(keeper, key, one, other))
-        return found
+                    changes.append(ChangedValue(keeper, key, one, other))
+        return changes
 
     def restore(self) -> None:
         """Put back all values and states as they were. What has not changed is not touched."""

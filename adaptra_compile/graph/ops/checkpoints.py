@@ -87,7 +87,7 @@ def repeatable(forward: Iterable[fx.Node]) -> frozenset[fx.Node]:
     """
     nodes = dict.fromkeys(forward)
     changed = {_memory(one) for node in nodes for one in changed_by(node)}
-    found: set[fx.Node] = set()
+    repeated: set[fx.Node] = set()
     for node in nodes:
         number = node.meta.get(_REGION)
         if number is None or any(user.meta.get(_REGION) != number for user in node.users if user in nodes):
@@ -96,9 +96,9 @@ def repeatable(forward: Iterable[fx.Node]) -> frozenset[fx.Node]:
             continue
         source = node.all_input_nodes[0] if node.target is operator.getitem else None
         touches = {_memory(one) for one in (node, *node.all_input_nodes)}
-        if not touches & changed and (source is None or source in found):
-            found.add(node)
-    return frozenset(found)
+        if not touches & changed and (source is None or source in repeated):
+            repeated.add(node)
+    return frozenset(repeated)
 
 
 def _memory(node: fx.Node) -> fx.Node:

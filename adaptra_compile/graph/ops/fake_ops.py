@@ -24,35 +24,35 @@ Strides = tuple[int, ...]
 
 def _grouped_mm(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the op on fake tensors. Torch does so only for bfloat16 on an accelerator, but a CPU runs other dtypes too."""
-    one, other, groups, bias, dtype = _bound(*args, **kwargs)
-    if one.device.type != "cpu" or bias is not None or groups is None:
+    matrix, other, groups, bias, dtype = _bound(*args, **kwargs)
+    if matrix.device.type != "cpu" or bias is not None or groups is None:
         return NotImplemented
-    dtype = dtype or one.dtype
-    rows, columns = one.shape[-2], other.shape[-1]
+    dtype = dtype or matrix.dtype
+    rows, columns = matrix.shape[-2], other.shape[-1]
     # The kernel begins every row at a multiple of 16 bytes.
     one_row = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
     with mode:
-        if one.dim() == other.dim():
+        if matrix.dim() == other.dim():
             return torch.empty_strided(
-                (groups.shape[0], rows, columns), (rows * one_row, one_row, 1), dtype=dtype, device=one.device
+                (groups.shape[0], rows, columns), (rows * one_row, one_row, 1), dtype=dtype, device=matrix.device
             )
-        return torch.empty_strided((rows, columns), (one_row, 1), dtype=dtype, device=one.device)
+        return torch.empty_strided((rows, columns), (one_row, 1), dtype=dtype, device=matrix.device)
 
 
 def _bound(
-    one: Tensor,
+    matrix: Tensor,
     other: Tensor,
     offs: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, torch.dtype | None]:
-    return one, other, offs, bias, out_dtype
+    return matrix, other, offs, bias, out_dtype
 
 
-def _dense_format(one: Tensor) -> Strides:
+def _dense_format(tensor: Tensor) -> Strides:
     """A memory format in which a tensor is dense, else contiguous."""
-    wanted = suggest_memory_format(one)
-    return _in_format(one, wanted if one.is_contiguous(memory_format=wanted) else torch.contiguous_format)
+    wanted = suggest_memory_format(tensor)
+    return _in_format(tensor, wanted if tensor.is_contiguous(memory_format=wanted) else torch.contiguous_format)
 
 
 def _suggested_format(one: Tensor) -> Strides:
@@ -84,10 +84,10 @@ def _laid_out(rule: Callable[..., Strides], of: slice, mode: FakeTensorMode, fun
     if is_as_torch_says and decomposed is None:
         return NotImplemented
     with mode:
-        found = (decomposed or func)(*(args if is_as_torch_says else map(_dense, args)), **kwargs)
+        results = (decomposed or func)(*(args if is_as_torch_says else map(_dense, args)), **kwargs)
         if is_as_torch_says:
-            return found
-        first, others = (found, None) if isinstance(found, Tensor) else (found[0], found[1:])
+            return results
+        first, others = (results, None) if isinstance(results, Tensor) else (results[0], results[1:])
         if first is not None and first.numel() == max(one.numel() for one in tensors):  # a reduced loss is a scalar
             first = torch.empty_strided(first.shape, rule(*args[of]), dtype=first.dtype, device=first.device)
         return first if others is None else (first, *others)
@@ -101,17 +101,18 @@ def _dense(value: Any) -> Any:
     return torch.empty(value.shape, dtype=value.dtype, device=value.device) if isinstance(value, Tensor) else value
 
 
-def _roll(mode: FakeTensorMode, _: Any, one: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
+def _roll(mode: FakeTensorMode, _: Any, tensor: Tensor, shifts: Sequence[int], dims: Sequence[int] = ()) -> Any:
     """Join two parts in each dimension, as the CPU's kernel does: the result has the layout of that."""
-    if one.device.type != "cpu" or _is_symbolic(one) or one.is_contiguous() or not dims or one.numel() == 0:
+    if tensor.device.type != "cpu" or _is_symbolic(tensor) or tensor.is_contiguous() or not dims or tensor.numel() == 0:
         return NotImplemented
     with mode:
         for shift, dimension in zip(shifts, dims, strict=True):
-            begin = -shift % one.shape[dimension]
-            one = torch.cat(
-                [one.narrow(dimension, begin, one.shape[dimension] - begin), one.narrow(dimension, 0, begin)], dimension
+            begin = -shift % tensor.shape[dimension]
+            tensor = torch.cat(
+                [tensor.narrow(dimension, begin, tensor.shape[dimension] - begin), tensor.narrow(dimension, 0, begin)],
+                dimension,
             )
-        return one
+        return tensor
 
 
 _aten = torch.ops.aten

@@ -108,10 +108,10 @@ class _Memory:
                 return flat.as_strided(leaf.size(), leaf.stride(), leaf.storage_offset())
             return leaf
 
-        for one in self._nodes.pop(before):
-            self._alive.append(one.meta["val"])
-            one.meta["val"] = pytree.tree_map(moved, one.meta["val"])
-            self._nodes[after].append(one)
+        for alias in self._nodes.pop(before):
+            self._alive.append(alias.meta["val"])
+            alias.meta["val"] = pytree.tree_map(moved, alias.meta["val"])
+            self._nodes[after].append(alias)
         self._last_use[after] = self._last_use.pop(before)
 
     @staticmethod

@@ -116,13 +116,13 @@ def _free(
     memory: Mapping[fx.Node, frozenset[int]],
     touched: set[int],
 ) -> frozenset[fx.Node]:
-    found = set(flat.constants) | {node for node, name in flat.state.items() if name in buffers}
-    found = {node for node in found if not memory[node] & touched}
+    free = set(flat.constants) | {node for node, name in flat.state.items() if name in buffers}
+    free = {node for node in free if not memory[node] & touched}
     for node in nodes:
         inputs = [one for one in node.all_input_nodes if one.op != "get_attr"]
-        if node not in random and not memory[node] & touched and all(one in found for one in inputs):
-            found.add(node)
-    return frozenset(node for node in found if node.op == "call_function")
+        if node not in random and not memory[node] & touched and all(one in free for one in inputs):
+            free.add(node)
+    return frozenset(node for node in free if node.op == "call_function")
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:

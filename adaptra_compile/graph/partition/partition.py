@@ -75,7 +75,7 @@ def cut_before(flat: FlatGraph, analysis: Analysis, cuts: Cuts, split: Sequence[
             f"split={list(split)}: {len(split)} names for {stages} stages: expected {stages - 1}, one per later stage"
         )
     first = _first_node_of_module(flat, analysis)
-    found: list[int] = []
+    positions: list[int] = []
     for name in split:
         if name not in first:
             near = difflib.get_close_matches(name, first, n=3, cutoff=0.4)
@@ -84,7 +84,7 @@ def cut_before(flat: FlatGraph, analysis: Analysis, cuts: Cuts, split: Sequence[
             )
             raise PartitionError(f"split={list(split)}: no module {name!r} runs in this model: {hint}")
         position = first[name]
-        before = found[-1] if found else 0
+        before = positions[-1] if positions else 0
         if cuts.work[position] <= cuts.work[before] or position <= before:
             raise PartitionError(
                 f"split={list(split)}: {name!r} leaves nothing to compute in the stage before it: expected names in the "
@@ -97,8 +97,8 @@ def cut_before(flat: FlatGraph, analysis: Analysis, cuts: Cuts, split: Sequence[
                 "behind it, or the "
                 "loss's targets are used before it; name another module"
             )
-        found.append(position)
-    return tuple(found)
+        positions.append(position)
+    return tuple(positions)
 
 
 def places_of(flat: FlatGraph, analysis: Analysis, cuts: Cuts, positions: Sequence[int]) -> CutPoints:
@@ -162,7 +162,7 @@ def pieces(
 ) -> tuple[Piece, ...]:
     """Cut a graph at the given positions. ``results`` are the outputs of the last piece."""
     bounds = [0, *positions, len(analysis.nodes)]
-    made: list[Piece] = []
+    parts: list[Piece] = []
     for index, (begin, end) in enumerate(pairwise(bounds)):
         is_last = index == len(bounds) - 2
         inputs = flat.inputs if index == 0 else _crossing(cuts, begin)
@@ -170,7 +170,7 @@ def pieces(
         own = [node for node in analysis.nodes[begin:end] if node not in analysis.free]
         needed = _with_free(analysis, own, outputs)
         reads = {one for node in needed for one in node.all_input_nodes} | set(outputs)
-        made.append(
+        parts.append(
             Piece(
                 index,
                 tuple(node for node in analysis.nodes if node in needed),
@@ -181,18 +181,18 @@ def pieces(
                 tuple(flat.targets) if is_last else (),
             )
         )
-    return tuple(made)
+    return tuple(parts)
 
 
 def state_uses(flat: FlatGraph, analysis: Analysis) -> dict[tuple[str, int], int]:
     """Return a graph's uses of state: (name, number of the use) to the node's index. Uses by free nodes don't count."""
-    found: dict[tuple[str, int], int] = {}
+    uses: dict[tuple[str, int], int] = {}
     times: dict[str, int] = {}
     for index, node in enumerate(analysis.nodes):
         for name in [flat.state[one] for one in node.all_input_nodes if one in flat.state and node not in analysis.free]:
-            found[name, times.setdefault(name, 0)] = index
+            uses[name, times.setdefault(name, 0)] = index
             times[name] += 1
-    return found
+    return uses
 
 
 def _crossing(cuts: Cuts, position: int) -> tuple[fx.Node, ...]:
@@ -229,10 +229,10 @@ def _possible(flat: FlatGraph, analysis: Analysis, position: Mapping[fx.Node, in
     count = len(analysis.nodes)
     possible = [True] * (count + 1)
     state = frozenset().union(*(analysis.memory[node] for node in flat.state)) if flat.state else frozenset[int]()
-    made: dict[int, int] = {}
+    first_at: dict[int, int] = {}
     for node, index in sorted(position.items(), key=lambda item: item[1]):
         for memory in analysis.memory[node]:
-            made.setdefault(memory, index)
+            first_at.setdefault(memory, index)
     changed = {memory: index for index, memories in analysis.changed.items() for memory in memories}
     for memory, index in changed.items():
         uses = [index]
@@ -243,7 +243,7 @@ def _possible(flat: FlatGraph, analysis: Analysis, position: Mapping[fx.Node, in
                 for i, node in enumerate(analysis.nodes)
                 if any(memory in analysis.memory[one] for one in _values(node, analysis))
             ]
-        begin = min(uses) if memory in state else made[memory]
+        begin = min(uses) if memory in state else first_at[memory]
         for cut in range(begin + 1, max(uses) + 1):
             possible[cut] = False
     targets = set(flat.targets)

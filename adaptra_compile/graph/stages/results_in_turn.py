@@ -17,24 +17,24 @@ from adaptra.graph.stages.stages import Take
 def with_results_in_turn(module: fx.GraphModule) -> fx.GraphModule:
     """Return a graph that hands each result of ``module`` to a ``Take``, the last element of its list, and returns nothing."""
     graph = fx.Graph()
-    made: dict[fx.Node, Any] = {}
+    rebuilt: dict[fx.Node, Any] = {}
     numbers: dict[fx.Node, list[int]] = {}
     for number, node in enumerate(results_of(module.graph)):
         numbers.setdefault(node, []).append(number)
     inputs = module.graph.find_nodes(op="placeholder")
     for node in inputs:
-        made[node] = graph.node_copy(node, made.__getitem__)
+        rebuilt[node] = graph.node_copy(node, rebuilt.__getitem__)
     take = graph.placeholder("take")
 
     def hand_over(node: fx.Node) -> None:
         for number in numbers.get(node, ()):
-            graph.call_function(_hand_over, (take, number, made[node]))
+            graph.call_function(_hand_over, (take, number, rebuilt[node]))
 
     for node in inputs:
         hand_over(node)
     for node in module.graph.nodes:
         if node.op not in ("placeholder", "output"):
-            made[node] = graph.node_copy(node, made.__getitem__)
+            rebuilt[node] = graph.node_copy(node, rebuilt.__getitem__)
             hand_over(node)
     graph.output([])
     graph.set_codegen(ListCodeGen())

@@ -81,11 +81,11 @@ class StageGraphs(TrainStage):
 
     def with_graphs(self, change: Callable[[fx.GraphModule], fx.GraphModule]) -> StageGraphs:
         """Return the same stage, but with what ``change`` makes of each of its graphs, to be called as these are."""
-        made = self._forward_with_outputs
+        with_outputs = self._forward_with_outputs
         return replace(
             self,
             _forward=self._forward.with_graph(change),
-            _forward_with_outputs=None if made is None else lambda: made().with_graph(change),
+            _forward_with_outputs=None if with_outputs is None else lambda: with_outputs().with_graph(change),
             _input_grad=change(self._input_grad),
             _weight_grad=change(self._weight_grad),
             # A changed graph may return one tensor for two equal results.

@@ -140,15 +140,15 @@ class ModuleCall:
 
     def run_with(self, state: Mapping[str, Tensor], random: RandomKey, code: Callable[[], Any]) -> Any:
         """Run code that calls the module, with this state and with the random numbers of this key."""
-        given = {f"module.{name}": state[canonical] for name, canonical in self.state.items()}
-        before = dict(given)
-        device = next(iter(given.values()), torch.empty(0)).device
+        tensors = {f"module.{name}": state[canonical] for name, canonical in self.state.items()}
+        before = dict(tensors)
+        device = next(iter(tensors.values()), torch.empty(0)).device
         with default_generator_seeded(device, random.of_op(self.index)):
-            result = functional_call(_CodeOnModule(self.module), given, (code,))
+            result = functional_call(_CodeOnModule(self.module), tensors, (code,))
         with torch.no_grad():
             for name, value in before.items():
-                if given[name] is not value:
-                    value.copy_(given[name])
+                if tensors[name] is not value:
+                    value.copy_(tensors[name])
         return result
 
     def run_differentiable(
@@ -258,12 +258,12 @@ class StageModule(TrainStage):
         check("output gradients", self.index, [one for one in grad_outputs if one is not None], self.grad_outputs, grad_outputs)
         inputs = saved.inputs
         given = zip(grad_outputs, self._grad_outputs, strict=True)
-        arrived, found = saved.backward([None if one is None else layout.unpack(one) for one, layout in given])
+        arrived, parameter_grads = saved.backward([None if one is None else layout.unpack(one) for one, layout in given])
         sent = tuple(
             layout.pack(torch.zeros_like(one) if new is None else new)
             for one, new, layout in zip(inputs, arrived, self._grad_inputs, strict=True)
         )
-        return sent, found
+        return sent, parameter_grads
 
     def run_weight_grad(self, saved: dict[str, Tensor]) -> tuple[Tensor | None, ...]:
         """See :meth:`TrainStage.run_weight_grad`. The parameters that a module uses may depend on the values of its inputs."""

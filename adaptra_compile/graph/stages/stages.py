@@ -238,18 +238,18 @@ class EvalStage(ABC):
 
 
 def check(
-    what: str, stage: int, given: Sequence[Tensor], specs: MessageSpec, positions: Sequence[Tensor | None] | None = None
+    what: str, stage: int, tensors: Sequence[Tensor], specs: MessageSpec, positions: Sequence[Tensor | None] | None = None
 ) -> None:
     """Refuse tensors for which a stage was not compiled.
 
     Raises:
         BatchError: A tensor differs from its spec. The text names the stage, the tensor and the expected spec.
     """
-    count = len(given if positions is None else positions)
+    count = len(tensors if positions is None else positions)
     if count != len(specs):
         raise BatchError(f"stage {stage}: {count} {what}: expected {len(specs)}")
     chosen = specs if positions is None else [spec for spec, one in zip(specs, positions, strict=True) if one is not None]
-    for index, (tensor, spec) in enumerate(zip(given, chosen, strict=True)):
+    for index, (tensor, spec) in enumerate(zip(tensors, chosen, strict=True)):
         if tensor.shape != spec.shape or tensor.dtype != spec.dtype:
             raise BatchError(
                 f"stage {stage}: {what}: tensor {index} is {tensor.dtype}{list(tensor.shape)}: expected {spec.dtype}"

@@ -114,4 +114,4 @@ def test_a_rank_that_waits_for_norms_says_so(pipe: adaptra.Pipeline) -> None:
     """And names no op: it is none that waits, and no microbatch has that number."""
     pipe.step(*MIXED.rows(8, 0)[::2])
     with pytest.raises(TransportError, match=r"^gradient norms of step 0 on edge 1→0 with .*not exchanged within"):
-        pipe.session.workers[0]._parts.norms.found_anywhere(0, found=False, timeout=0.01)
+        pipe.session.workers[0]._parts.norms.found_anywhere(0, has_property=False, timeout=0.01)
