@@ -403,13 +403,16 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   const auto is_watched = [](const at::Tensor& tensor) { return tensor.is_cuda() || is_pinned(tensor.storage().data()); };
   if (is_watched(self)) writes.push_back(address_of(self));
   if (is_watched(source)) reads.push_back(address_of(source));
-  if (self.is_cuda() && source.is_cuda() && self.device() != source.device()) {
+  const auto join = [&] {
+    if (!self.is_cuda() || !source.is_cuda() || self.device() == source.device()) return;
     py::gil_scoped_acquire gil;
     call("joined", static_cast<int>(self.get_device()), static_cast<int>(source.get_device()));
-  }
+  };
+  join();
   launched("aten::copy_", device, reads, writes);
   if (self.is_cuda() == source.is_cuda()) {
     run_or_defer(device, [to, from] { copied(to, from); });
+    join();
     return self;
   }
   const auto& host = self.is_cuda() ? source : self;
@@ -740,6 +743,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     devices = count;
     runtime = object.release().ptr();
     at::addGlobalCallback(at::RecordFunctionCallback(&host_op).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+  });
+  // Ops that torch composes of others on devices without a kernel of their own, while CPUs and CUDA have one.
+  module.def("cover", [](const std::vector<std::string>& names) {
+    static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+    for (const auto& name : names) library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
   });
   module.def("stop", [] { runtime = nullptr; });
   module.def("set_busy", [](int device, int64_t stream, bool is_busy) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import importlib
 import importlib.util
 import os
 import sys
@@ -84,9 +85,15 @@ class _Loader:
         extension = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(extension)
         sys.modules[EXTENSION] = extension
+        registered: Any = importlib.import_module("torch")._C._dispatch_get_registrations_for_dispatch_key
+        composed = {*registered("CompositeExplicitAutograd"), *registered("CompositeImplicitAutograd")}
+        extension.cover([name for name in composed & {*registered("CPU")} - {*registered("CUDA")} if name.startswith("aten::")])
         from fake_cuda import machine, torch_cuda
 
         machine.MACHINE = machine.Machine(extension, self._devices)
         extension.start(machine.MACHINE, self._devices)
         atexit.register(extension.stop)
         torch_cuda.install(machine.MACHINE)
+        from fake_cuda import nccl
+
+        nccl.install()

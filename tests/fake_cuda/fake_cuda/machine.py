@@ -142,6 +142,7 @@ class Machine:
     Attributes:
         devices: How many devices there are.
         detector: What is reported.
+        extension: The stand-in's extension.
         syncs: How often the host waited, by what it waited for and where.
     """
 
@@ -149,7 +150,7 @@ class Machine:
         self.devices: Final = devices
         self.detector: Final = Detector()
         self.syncs: Final = Counter[str]()
-        self._extension = extension
+        self.extension: Final = extension
         self._lock = _thread.RLock()
         self._wake = _thread.allocate_lock()
         self._queues: dict[Line, deque[_Work]] = {}
@@ -182,8 +183,8 @@ class Machine:
 
     def current_line(self, device: int | None = None) -> Line:
         """Return the current stream of a device, the current one unless another is given."""
-        index = self._extension.device() if device is None else device
-        return index, self._extension.stream(index)
+        index = self.extension.device() if device is None else device
+        return index, self.extension.stream(index)
 
     def new_stream(self, device: int) -> int:
         """Make a stream, and return its number on its device."""
@@ -239,7 +240,7 @@ class Machine:
     def _put(self, line: Line, work: _Work) -> Point:
         with self._lock:
             self._queues.setdefault(line, deque()).append(work)
-            self._extension.set_busy(*line, True)
+            self.extension.set_busy(*line, True)
             if not self._is_running:
                 self._is_running = True
                 _thread.start_new_thread(self._run, ())
@@ -276,13 +277,13 @@ class Machine:
                     work.point.done_at = time.monotonic()
                     queue.popleft()
                     if not queue:
-                        self._extension.set_busy(*line, False)
+                        self.extension.set_busy(*line, False)
                 progressed = True
         with self._lock:
             passed = [address for points, address in self._parked if all(point.is_done for point in points)]
             self._parked = [parked for parked in self._parked if parked[1] not in passed]
         for address in passed:
-            self._extension.recycle(address)
+            self.extension.recycle(address)
         return progressed
 
     def _forked(self) -> None:
@@ -366,7 +367,7 @@ class Machine:
             if points:
                 self._parked.append((points, address))
                 return
-        self._extension.recycle(address)
+        self.extension.recycle(address)
 
     def pinned_freed(self, address: int, size: int) -> None:
         """Pinned memory of torch's allocator was freed."""
@@ -382,7 +383,7 @@ class Machine:
 
     def set_device(self, device: int) -> None:
         """Choose the calling thread's device."""
-        self._extension.set_device(device)
+        self.extension.set_device(device)
         self._chosen.add(_thread.get_ident())
         self.touch(device)
 
@@ -390,7 +391,7 @@ class Machine:
         """Note that the calling thread uses a device, of which CUDA makes a context then; report one that nobody chose."""
         if device in self._contexts:
             return
-        if self._contexts and _thread.get_ident() not in self._chosen and self._extension.device() == device == 0:
+        if self._contexts and _thread.get_ident() not in self._chosen and self.extension.device() == device == 0:
             self.detector.report(
                 Kind.WRONG_DEVICE,
                 f"a thread that has never set its device makes a context on device 0, in a process that uses {self._contexts}",
@@ -402,7 +403,7 @@ class Machine:
 
         Such a thread gets device 0, although the process works on another one.
         """
-        device = self._extension.device()
+        device = self.extension.device()
         if _thread.get_ident() not in self._chosen and self._contexts and device not in self._contexts:
             self.detector.report(Kind.WRONG_DEVICE, f"{what} on device {device}, which this thread has not set")
         self._contexts.setdefault(device, named(here()[:1]))

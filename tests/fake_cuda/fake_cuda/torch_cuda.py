@@ -98,9 +98,9 @@ class stream:  # noqa: N801
         if self._before is not None:
             outer, of_device = self._before
             set_stream(of_device)
+            set_stream(outer)
             if outer.device_index != of_device.device_index:
                 the_machine().touch(outer.device_index)
-            set_stream(outer)
 
 
 def current_stream(device: Any = None) -> Stream:
