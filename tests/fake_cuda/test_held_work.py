@@ -170,5 +170,5 @@ def test_a_kernel_that_fails_late_is_reported_at_the_next_wait(machine: Machine)
     gate = machine.hold()
     torch.nn.functional.embedding(beyond, table)
     gate.release()
-    with pytest.raises(RuntimeError, match="CUDA error in a kernel launched before: .*index out of range"):
+    with pytest.raises(RuntimeError, match=r"CUDA error in a kernel launched before: .*index out of range"):
         torch.cuda.synchronize()

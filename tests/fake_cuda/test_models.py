@@ -23,7 +23,9 @@ def mlp() -> Any:
 def convolutions() -> Any:
     from torch import nn
 
-    return nn.Sequential(nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5))
+    return nn.Sequential(
+        nn.Unflatten(1, (2, 2, 2)), nn.Conv2d(2, 4, 1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 5)
+    )
 
 
 def gpt() -> Any:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from fake_cuda.detector import Kind
     from fake_cuda.machine import Machine
 
 Program = Callable[[bool], None]

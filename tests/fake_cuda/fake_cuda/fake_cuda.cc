@@ -1,5 +1,5 @@
-// Device type CUDA for a torch without CUDA: memory of the host, ops by the kernels of the CPU. What streams, events and reports
-// are, is written in Python, which is called at each allocation, op and wait.
+// Device type CUDA for a torch without CUDA: memory of the host, ops by the kernels of the CPU. What streams, events and
+// reports are, is written in Python, which is called at each allocation, op and wait.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -347,7 +347,8 @@ struct DoesWork {
 uintptr_t address_of(const at::Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.storage().data()); }
 
 // Reports an op to the detector: what it reads and what it writes.
-void launched(const std::string& name, c10::Device device, const std::vector<uintptr_t>& reads, const std::vector<uintptr_t>& writes) {
+void launched(const std::string& name, c10::Device device, const std::vector<uintptr_t>& reads,
+              const std::vector<uintptr_t>& writes) {
   if (!is_running()) return;
   py::gil_scoped_acquire gil;
   call("launched", name, static_cast<int>(device.index()), stream_of[device.index()], reads, writes);
@@ -380,13 +381,15 @@ void synchronize(c10::Device device, const std::string& why) {
 at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
                  std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
   c10::DeviceGuard guard(device.value_or(c10::Device(c10::DeviceType::CUDA, current_device)));
-  return at::detail::empty_generic(size, &allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype), format);
+  return at::detail::empty_generic(size, &allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype),
+                                   format);
 }
 
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype,
                          std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
   c10::DeviceGuard guard(device.value_or(c10::Device(c10::DeviceType::CUDA, current_device)));
-  return at::detail::empty_strided_generic(size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype));
+  return at::detail::empty_strided_generic(size, stride, &allocator, c10::DispatchKeySet(c10::DispatchKey::CUDA),
+                                           c10::dtype_or_default(dtype));
 }
 
 void copied(const at::Tensor& to, const at::Tensor& from) {
@@ -417,7 +420,8 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   }
   const auto& host = self.is_cuda() ? source : self;
   const bool is_pageable = !is_pinned(host.storage().data());
-  const std::string what = std::string(self.is_cuda() ? "copy to the device" : "copy to the host") + (is_pageable ? " of pageable memory" : "");
+  const std::string what =
+      std::string(self.is_cuda() ? "copy to the device" : "copy to the host") + (is_pageable ? " of pageable memory" : "");
   // CUDA reads pageable memory before it returns.
   if (is_pageable && self.is_cuda() && is_busy(device.index(), stream_of[device.index()])) from = from.clone();
   run_or_defer(device, [to, from] { copied(to, from); });
@@ -455,13 +459,24 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
 }
 
 // Ops that CUDA's wrappers check strictly; others take CPU tensors without dimensions beside tensors of the device.
-const std::set<std::string> kStrict = {
-    "aten::nll_loss_backward", "aten::nll_loss2d_backward", "aten::nll_loss_forward", "aten::mm", "aten::addmm", "aten::bmm",
-    "aten::_log_softmax_backward_data", "aten::_softmax_backward_data", "aten::native_layer_norm_backward",
-    "aten::embedding_dense_backward", "aten::index_select", "aten::gather", "aten::scatter_add", "aten::cat"};
+const std::set<std::string> kStrict = {"aten::nll_loss_backward",
+                                       "aten::nll_loss2d_backward",
+                                       "aten::nll_loss_forward",
+                                       "aten::mm",
+                                       "aten::addmm",
+                                       "aten::bmm",
+                                       "aten::_log_softmax_backward_data",
+                                       "aten::_softmax_backward_data",
+                                       "aten::native_layer_norm_backward",
+                                       "aten::embedding_dense_backward",
+                                       "aten::index_select",
+                                       "aten::gather",
+                                       "aten::scatter_add",
+                                       "aten::cat"};
 // Ops whose results' shapes depend on values: the host waits for them.
-const std::set<std::string> kWaiting = {"aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
-                                        "aten::equal", "aten::bincount", "aten::repeat_interleave"};
+const std::set<std::string> kWaiting = {"aten::nonzero",    "aten::masked_select",      "aten::_unique2",
+                                        "aten::unique_dim", "aten::unique_consecutive", "aten::equal",
+                                        "aten::bincount",   "aten::repeat_interleave"};
 
 template <typename Change>
 c10::IValue changed(const c10::IValue& value, Change&& change) {
@@ -473,7 +488,8 @@ c10::IValue changed(const c10::IValue& value, Change&& change) {
   }
   if (value.isOptionalTensorList()) {
     c10::List<std::optional<at::Tensor>> made;
-    for (const auto& tensor : value.toOptionalTensorVector()) made.push_back(tensor && tensor->defined() ? std::optional(change(*tensor)) : tensor);
+    for (const auto& tensor : value.toOptionalTensorVector())
+      made.push_back(tensor && tensor->defined() ? std::optional(change(*tensor)) : tensor);
     return made;
   }
   return value;
@@ -500,17 +516,19 @@ class Call {
       each_tensor(arguments_[i], [&](const at::Tensor& tensor) {
         if (!tensor.is_cuda() || !tensor.has_storage()) return;
         (is_written ? writes_ : reads_).push_back(address_of(tensor));
-        if (is_written) written_.push_back(tensor);
-        else read_.push_back(tensor);
+        if (is_written)
+          written_.push_back(tensor);
+        else
+          read_.push_back(tensor);
       });
     }
   }
 
   std::vector<c10::IValue> run() {
-    const bool is_view = !schema_.returns().empty() &&
-                         std::all_of(schema_.returns().begin(), schema_.returns().end(), [](const auto& returned) {
-                           return returned.alias_info() && !returned.alias_info()->isWrite();
-                         });
+    const bool is_view =
+        !schema_.returns().empty() && std::all_of(schema_.returns().begin(), schema_.returns().end(), [](const auto& returned) {
+          return returned.alias_info() && !returned.alias_info()->isWrite();
+        });
     if (kWaiting.contains(schema_.name())) synchronize(device_, schema_.name());
     auto outputs = !is_view && is_busy(device_.index(), stream_of[device_.index()]) ? deferred() : at_once();
     if (!is_view) launched(schema_.name(), device_, reads_, writes_);
@@ -531,8 +549,9 @@ class Call {
       each_tensor(arguments_[i], [&](const at::Tensor& tensor) {
         if (takes_scalars && tensor.is_cpu() && tensor.dim() == 0) return;
         if (!common) common = tensor.device();
-        TORCH_CHECK(*common == tensor.device(), "Expected all tensors to be on the same device, but got ", argument.name(), " is on ",
-                    tensor.device(), ", different from other tensors on ", *common, " (when checking argument in method ", schema_.name(), ")");
+        TORCH_CHECK(*common == tensor.device(), "Expected all tensors to be on the same device, but got ", argument.name(),
+                    " is on ", tensor.device(), ", different from other tensors on ", *common,
+                    " (when checking argument in method ", schema_.name(), ")");
       });
       if (!common && arguments_[i].isDevice() && arguments_[i].toDevice().is_cuda()) common = arguments_[i].toDevice();
     }
@@ -548,7 +567,7 @@ class Call {
       if (value.isDevice())
         stack.emplace_back(c10::Device(c10::kCPU));
       else if (is_generator(argument))
-        stack.emplace_back(value.isNone() ? generator : static_cast<const Generator*>(value.toGenerator().unsafeGetGeneratorImpl())->inner_);
+        stack.emplace_back(value.isNone() ? generator : inner_of(value.toGenerator()));
       else if (argument.is_out())
         stack.push_back(changed(value, [&](const at::Tensor& tensor) {
           if (tensor.numel() != 0 || !tensor.is_cuda()) return on_host(tensor);
@@ -561,8 +580,12 @@ class Call {
     return stack;
   }
 
-  const at::Generator& inner() const {
-    return static_cast<const Generator*>(default_generator(device_.index()).unsafeGetGeneratorImpl())->inner_;
+  const at::Generator& inner() const { return inner_of(default_generator(device_.index())); }
+
+  static const at::Generator& inner_of(const at::Generator& generator) {
+    TORCH_CHECK(generator.device().is_cuda(), "Expected a 'cuda' device type for generator but found '",
+                generator.device().type(), "'");
+    return static_cast<const Generator*>(generator.unsafeGetGeneratorImpl())->inner_;
   }
 
   // Draws that have no generator as an argument take the CPU's default one: it gets the device's state meanwhile.
@@ -752,12 +775,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("stop", [] { runtime = nullptr; });
   module.def("set_busy", [](int device, int64_t stream, bool is_busy) {
     std::lock_guard lock(busy_mutex);
-    if (is_busy) busy.emplace(device, stream);
-    else busy.erase({device, stream});
+    if (is_busy)
+      busy.emplace(device, stream);
+    else
+      busy.erase({device, stream});
     any_busy = !busy.empty();
   });
   module.def("device", [] { return static_cast<int>(current_device); });
-  module.def("set_device", [](int device) { Guard().setDevice({c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device)}); });
+  module.def("set_device",
+             [](int device) { Guard().setDevice({c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device)}); });
   module.def("stream", [](int device) { return stream_of[device]; });
   module.def("set_stream", [](int device, int64_t stream) { stream_of[device] = stream; });
   module.def("recycle", [](uintptr_t memory) { recycle(reinterpret_cast<void*>(memory)); });

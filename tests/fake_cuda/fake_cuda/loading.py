@@ -75,7 +75,7 @@ class _Loader:
         return self._real.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Load the extension, so that torch finds a CUDA when it first asks; then torch, then what ``torch.cuda`` is made of."""
+        """Load the extension, so that torch finds a CUDA when it first asks; then torch, then the stand-in's Python."""
         for library in ("libc10.so", "libtorch_cpu.so", "libtorch.so"):
             ctypes.CDLL(str(torch_folder() / "lib" / library), mode=ctypes.RTLD_GLOBAL)
         ctypes.CDLL(str(self._extension), mode=ctypes.RTLD_GLOBAL)
@@ -86,7 +86,8 @@ class _Loader:
         spec.loader.exec_module(extension)
         sys.modules[EXTENSION] = extension
         registered: Any = importlib.import_module("torch")._C._dispatch_get_registrations_for_dispatch_key
-        composed = {*registered("CompositeExplicitAutograd"), *registered("CompositeImplicitAutograd")}
+        composite = ("CompositeExplicitAutogradNonFunctional", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
+        composed = {name for key in composite for name in registered(key)}
         extension.cover([name for name in composed & {*registered("CPU")} - {*registered("CUDA")} if name.startswith("aten::")])
         from fake_cuda import machine, torch_cuda
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import os
 import time
 from collections import Counter, deque
@@ -165,7 +166,7 @@ class Machine:
     # What tests use.
 
     def hold(self, stream: Any = None) -> Gate:
-        """Hold back what is put on a stream from now on, the current one unless another is given, until the gate is released."""
+        """Hold back what is put on a stream from now on, until the gate is released; None for the current stream."""
         gate = Gate(self)
         self.wait(self.current_line() if stream is None else (stream.device_index, stream.stream_id), gate)
         return gate
@@ -248,10 +249,8 @@ class Machine:
         return work.point
 
     def _wake_up(self) -> None:
-        try:
+        with contextlib.suppress(RuntimeError):  # it is awake
             self._wake.release()
-        except RuntimeError:  # it is awake
-            pass
 
     def _run(self) -> None:
         """Do the work of all streams; the device's own thread."""

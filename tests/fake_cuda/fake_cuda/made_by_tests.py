@@ -26,7 +26,15 @@ class MadeByTests(TorchFunctionMode):
     ) -> Any:
         """Call the function, on the device if a test makes a tensor by it."""
         kwargs = kwargs or {}
-        if func in _device_constructors() and kwargs.get("device") is None and (place := here()):
-            if _TESTS in Path(place[0][0]).parents:
-                kwargs["device"] = torch.device("cuda", torch.cuda.current_device())
+        if func in _device_constructors() and kwargs.get("device") is None and _is_called_by_a_test():
+            device = torch.device("cuda", torch.cuda.current_device())
+            generator: torch.Generator | None = kwargs.get("generator")
+            if generator is not None and generator.device.type == "cpu":
+                return func(*args, **kwargs).to(device)
+            kwargs["device"] = device
         return func(*args, **kwargs)
+
+
+def _is_called_by_a_test() -> bool:
+    place = here()
+    return bool(place) and _TESTS in Path(place[0][0]).parents

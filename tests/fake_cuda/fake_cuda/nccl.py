@@ -42,7 +42,9 @@ class NcclWork(Work):
         self._end.block(the_machine().current_line(self._device))
         return True
 
-    synchronize = wait
+    def synchronize(self) -> None:
+        """See :meth:`wait`."""
+        self.wait()
 
     def is_completed(self) -> bool:
         """Whether the operation has ended, also without success."""
@@ -115,7 +117,9 @@ class _Communicator:
             if not tensor.is_cuda:
                 raise RuntimeError("No backend type associated with device type cpu")
             if tensor.device.index != self.device:
-                raise RuntimeError(f"Tensor found on device cuda:{tensor.device.index} but backend constrained to cuda:{self.device}")
+                raise RuntimeError(
+                    f"Tensor found on device cuda:{tensor.device.index} but backend constrained to cuda:{self.device}"
+                )
         begin = Event()
         begin.record_on(machine.current_line(self.device))
         begin.block(self.line)
@@ -183,9 +187,8 @@ class _Communicator:
             if rank != self.rank and _OPS[expected[0]] in {"send", "receive"}:
                 expected = [1 - expected[0], expected[1], self.rank]
             if theirs != expected:
-                text = (
-                    f"rank {self.rank} does {_said(operation.header)} at {operation.place}, where rank {rank} does {_said(theirs)}"
-                )
+                own_op = f"rank {self.rank} does {_said(operation.header)} at {operation.place}"
+                text = f"{own_op}, where rank {rank} does {_said(theirs)}"
                 self._machine.detector.report(Kind.ORDER, text)
                 raise RuntimeError(text)
 
@@ -204,7 +207,7 @@ class ProcessGroupNCCL(ProcessGroup):
         is_high_priority_stream = False
 
     def __init__(self, store: Store, rank: int, size: int, options: Any = None) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # pyright: ignore[reportCallIssue]  # torch's stub leaves this form out
         self._kept_store = store
         self._timeout: timedelta = getattr(options, "_timeout", None) or timedelta(seconds=60)
         self._communicators: dict[str, _Communicator] = {}
@@ -218,41 +221,41 @@ class ProcessGroupNCCL(ProcessGroup):
         """Make the communicator of all ranks now."""
         self._all(device.index)
 
-    def send(self, tensors: list[Tensor], dst: int, tag: int = 0) -> NcclWork:
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> NcclWork:  # noqa: N803
         """See :func:`torch.distributed.isend`; the tag is passed over, as by NCCL."""
-        communicator, peer = self._pair(dst, tensors[0])
+        communicator, peer = self._pair(dstRank, tensors[0])
         host = [_host(tensor) for tensor in tensors]
         return communicator.post("send", tensors, [], lambda gloo: gloo.send(host, peer, 0).wait(), peer)
 
-    def recv(self, tensors: list[Tensor], src: int, tag: int = 0) -> NcclWork:
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> NcclWork:  # noqa: N803
         """See :func:`torch.distributed.irecv`; the tag is passed over, as by NCCL."""
-        communicator, peer = self._pair(src, tensors[0])
+        communicator, peer = self._pair(srcRank, tensors[0])
         host = [_host(tensor) for tensor in tensors]
         return communicator.post("receive", [], tensors, lambda gloo: gloo.recv(host, peer, 0).wait(), peer)
 
-    def allreduce(self, tensors: list[Tensor], options: Any = None) -> NcclWork:
+    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> NcclWork:
         """See :func:`torch.distributed.all_reduce`."""
-        options = options or distributed.AllreduceOptions()
+        options = opts or distributed.AllreduceOptions()
         host = [_host(tensor) for tensor in tensors]
         return self._all(tensors[0].device.index).post(
             "all_reduce", [], tensors, lambda gloo: gloo.allreduce(host, options).wait()
         )
 
-    def broadcast(self, tensors: list[Tensor], options: Any) -> NcclWork:
+    def broadcast(self, tensors: list[Tensor], opts: Any) -> NcclWork:
         """See :func:`torch.distributed.broadcast`."""
-        root, host = options.rootRank, [_host(tensor) for tensor in tensors]
+        root, host = opts.rootRank, [_host(tensor) for tensor in tensors]
         return self._all(tensors[0].device.index).post(
             "broadcast", [], tensors, lambda gloo: gloo.broadcast(host, root).wait(), root
         )
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], options: Any = None) -> NcclWork:
+    def allgather(self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None) -> NcclWork:
         """See :func:`torch.distributed.all_gather`."""
-        into, host = [[_host(tensor) for tensor in row] for row in outputs], [_host(tensor) for tensor in inputs]
-        return self._all(inputs[0].device.index).post(
-            "all_gather", inputs, [tensor for row in outputs for tensor in row], lambda gloo: gloo.allgather(into, host).wait()
-        )
+        into, host = [[_host(tensor) for tensor in row] for row in output_tensors], [_host(tensor) for tensor in input_tensors]
+        written = [tensor for row in output_tensors for tensor in row]
+        communicator = self._all(input_tensors[0].device.index)
+        return communicator.post("all_gather", input_tensors, written, lambda gloo: gloo.allgather(into, host).wait())
 
-    def barrier(self, options: Any = None) -> NcclWork:
+    def barrier(self, opts: Any = None) -> NcclWork:
         """See :func:`torch.distributed.barrier`; the host waits, as with NCCL."""
         device = torch.cuda.current_device()
         work = self._all(device).post("barrier", [], [], lambda gloo: None)
@@ -277,8 +280,7 @@ class ProcessGroupNCCL(ProcessGroup):
 
     def _pair(self, peer: int, tensor: Tensor) -> tuple[_Communicator, int]:
         low, high = sorted((self.rank(), peer))
-        index = torch.cuda.current_device() if tensor.device.index is None else tensor.device.index
-        return self._communicator(f"{low}:{high}", int(self.rank() == high), 2, index), int(peer == high)
+        return self._communicator(f"{low}:{high}", int(self.rank() == high), 2, tensor.device.index), int(peer == high)
 
     def _communicator(self, name: str, rank: int, size: int, device: int) -> _Communicator:
         if self._is_aborted:

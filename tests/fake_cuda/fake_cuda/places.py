@@ -19,7 +19,9 @@ Place = tuple[tuple[str, int, str], ...]
 @cache
 def _is_passed_over(file: str) -> bool:
     parts = Path(file).parts
-    return file.startswith((_HERE, "<frozen")) or "torch" in parts or (file.startswith(_PYTHON) and "site-packages" not in parts)
+    return (
+        file.startswith((_HERE, "<frozen")) or "torch" in parts or (file.startswith(_PYTHON) and "site-packages" not in parts)
+    )
 
 
 def here() -> Place:

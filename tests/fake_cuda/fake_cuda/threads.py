@@ -94,4 +94,4 @@ def watch() -> None:
         if not thread.is_alive():
             merge(own_clock(), getattr(thread, "fake_cuda_clock", Clock()))
 
-    threading.Thread.start, threading.Thread.join = started, joined
+    patched.Thread.start, patched.Thread.join = started, joined

@@ -48,9 +48,9 @@ class Stream(torch.Stream):
     def _line(self) -> tuple[int, int]:
         return self.device_index, self.stream_id
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait_stream(self, other: Any) -> None:
         """See :meth:`torch.cuda.Stream.wait_stream`."""
-        self.wait_event(stream.record_event())
+        self.wait_event(other.record_event())
 
     def wait_event(self, event: Any) -> None:
         """See :meth:`torch.cuda.Stream.wait_event`."""

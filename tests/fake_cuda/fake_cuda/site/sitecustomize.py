@@ -6,6 +6,6 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from fake_cuda.loading import DEVICES, enable  # noqa: E402
+from fake_cuda.loading import DEVICES, enable
 
 enable(int(os.environ[DEVICES]))
