@@ -35,6 +35,8 @@ def enable(devices: int = 2) -> None:
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join([_SITE, *(folder for folder in path if folder not in {"", _SITE})])
     os.environ[DEVICES] = str(devices)
+    # Backward runs on threads of torch's own here, which torch.set_num_threads doesn't reach. More would change bits.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     threads.watch()
     sys.meta_path.insert(0, _TorchFinder(build(), devices))
 

@@ -2,9 +2,12 @@
 
 An operation goes to a stream of its communicator, behind what the current stream had to do. ``wait()`` makes the current stream
 wait, not the host. One communicator does its operations in one order, and the ranks' orders must agree. It is made at the first
-operation, or at once where the group is bound to a device; both block the host until all its ranks are there. Two ranks may not
+operation, or at once where the group is bound to a device. Both block the host until all its ranks are there. Two ranks may not
 share a device. ``abort`` ends operations without success, and what they were to write is no result.
 """
+
+# pyright: reportIncompatibleMethodOverride=false
+# torch's stub has the second form of each method, with one tensor; a backend has the first, with lists.
 
 from __future__ import annotations
 
