@@ -14,6 +14,7 @@ REFUSALS: Final = {
     "tests/graph/ops/test_fake_ops.py::test_a_model_of_them_is_bitwise": (
         "storages are made by torch.UntypedStorage, which a torch for CPUs refuses to make on cuda"
     ),
+    "tests/graph/ops/test_autocast.py": "its models ask for the autocast of CPUs",
     "tests/runtime/devices/test_device_clock.py::test_on_a_cpu": "it is about CPUs",
 }
 """By the beginning of a test's name: the reason."""
