@@ -12,10 +12,12 @@ CXX_SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h')
 CXX_TESTS := $(wildcard tests/cxx/*.cc tests/cxx/*.h tests/links/*.cc tests/links/*.h)
 FUZZ_SECONDS ?= 10
 ONE_PROCESS := not processes and not root and not rdma
+# The suites that run on the stand-in for CUDA (tests/fake_cuda) as they are.
+ON_FAKE_CUDA := $(addprefix tests/,graph/backward graph/ops/test_fresh_tensors.py runtime/devices/test_device_clock.py)
 ON_ALL_CORES := --numprocesses=logical --dist=worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test lint types docs cxx unit processes alone rdma checks aside versions gpu bench clean
+.PHONY: help setup demo check test lint types docs cxx unit processes alone fake_cuda rdma checks aside versions gpu bench clean
 
 help: ## name every target
 	@sed -nE 's/^([a-z_]+):[^#]*## (.*)$$/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -80,6 +82,10 @@ processes: $(READY) ## the tests that start several processes
 alone: $(READY) ## the tests that measure times, or join hosts by links: one at a time
 	$(BIN)/pytest -m "(root or alone) and not rdma"
 
+# torch takes the stand-in only when it is imported, so these have processes of their own. It is built at first use.
+fake_cuda: $(READY) ## the tests of the stand-in for CUDA, and suites that run on it
+	OMP_NUM_THREADS=1 $(BIN)/pytest --device=cuda $(ON_ALL_CORES) tests/fake_cuda $(ON_FAKE_CUDA)
+
 rdma: $(READY) ## the tests that boot the lab of RDMA devices
 	$(BIN)/pytest -m rdma --lab-kernel=$(LAB_KERNEL)
 
@@ -90,6 +96,7 @@ checks: $(READY) ## lint, types, docs, cxx
 test: $(READY) ## everything that can fail here: lint, types, docs, C++ and all tests
 	$(MAKE) --jobs=2 --output-sync=target alone aside
 	$(MAKE) --jobs=2 --output-sync=target unit rdma UNIT=--ignore=tests/graph
+	$(MAKE) --jobs=1 fake_cuda
 	$(MAKE) --jobs=1 processes
 
 aside: $(READY) ## the checks and the unit tests of graphs, at the lowest priority

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from check_changes import Change, left_out, main, outcomes_in
-from paths import LINKS, ROOT, RXE, SUPPORT, TESTS
+from paths import FAKE_CUDA, LINKS, ROOT, RXE, SUPPORT, TESTS
 from rooms import MODULES
 from selection import TEST_FILES, Near, changed_files, choose, to_type_check
 
@@ -110,7 +110,7 @@ def test_a_test_that_would_begin_too_late_is_not_begun_and_counted(tmp_path: Pat
     report, body = tmp_path / "report.xml", tmp_path / "test_two.py"
     body.write_text("def test_one(): pass\n\n\ndef test_other(): raise ValueError\n")
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-o", "junit_family=xunit1", f"--junitxml={report}", body]
-    path = os.pathsep.join(map(str, (TESTS, SUPPORT, LINKS, RXE)))
+    path = os.pathsep.join(map(str, (TESTS, SUPPORT, LINKS, RXE, FAKE_CUDA)))
     for latest, expected in ((time.time() - 1, {"not begun": 2}), (time.time() + 100, {"passed": 1, "failed": 1})):
         subprocess.run(
             [*command, f"--begin-before={latest}"],

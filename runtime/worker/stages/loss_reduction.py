@@ -52,7 +52,9 @@ class Reduction(StrEnum):
     SUM = "sum"
     WEIGHTED = "weighted"
 
-    def start(self, scale: float, loss: TensorSpec, microbatches: int, share: float | None = None) -> Tensor:
+    def start(
+        self, scale: float, loss: TensorSpec, microbatches: int, share: float | None = None, device: torch.device | None = None
+    ) -> Tensor:
         """Return the gradient that the backward pass of a microbatch begins with.
 
         Args:
@@ -60,10 +62,11 @@ class Reduction(StrEnum):
             loss: The loss of one microbatch.
             microbatches: Microbatches per step.
             share: The microbatch's share of the batch's rows, if microbatches have different numbers of rows.
+            device: The device of the loss. None for the CPU.
         """
         # As autograd computes it for scale * (loss / microbatches): the scale is float32, and the quotient is rounded in the
         # loss's own dtype.
-        start = torch.tensor(scale, dtype=torch.float32).to(loss.dtype)
+        start = torch.full((), scale, dtype=torch.float32, device=device).to(loss.dtype)
         if self is Reduction.WEIGHTED:
             return torch.stack([start, torch.zeros_like(start)])
         if self is Reduction.MEAN and share is not None:

@@ -128,8 +128,10 @@ class TrainingStage:
         self._outputs = outputs
         if self._is_last:
             # There is none if the loss depends on no trained parameter.
+            device = next((one.device for one in self._state.values()), None)
             self._root_gradients = tuple(
-                self._reduction.start(loss_scale, one, self._microbatches, self._share) for one in self._stage.grad_outputs
+                self._reduction.start(loss_scale, one, self._microbatches, self._share, device)
+                for one in self._stage.grad_outputs
             )
 
     def keep_outputs(self, outputs: StepOutputs) -> None:

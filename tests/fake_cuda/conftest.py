@@ -1,0 +1,33 @@
+"""Tests of the stand-in run on it, and each begins without reports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from fake_cuda.machine import Machine
+
+
+@pytest.fixture(autouse=True)
+def on_device(request: pytest.FixtureRequest) -> None:
+    """Tests here name their devices themselves."""
+    if request.config.getoption("--device") != "cuda":
+        pytest.skip("it needs the stand-in for CUDA: make fake_cuda, or pytest --device=cuda")
+
+
+@pytest.fixture
+def machine(on_device: None) -> Iterator[Machine]:
+    """The devices, without reports and without work that waits."""
+    import torch
+    from fake_cuda.machine import the_machine
+
+    machine = the_machine()
+    for device in range(machine.devices):
+        torch.cuda.synchronize(device)
+    torch.cuda.set_device(0)
+    machine.forget()
+    yield machine
+    machine.forget()
