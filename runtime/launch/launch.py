@@ -6,8 +6,9 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from adaptra.checks import nearest_multiple
@@ -35,6 +36,8 @@ from adaptra.runtime.world.world import Attempt, Place, ProcessId, World
 
 T = TypeVar("T")
 
+HOST: Final = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -47,6 +50,7 @@ class Launch:
         process: This process.
         membership: This process's, from its launch on.
         replicas: This process's peers in other pipelines.
+        device: The device on which this process trains, with its number if there are several.
         job: Joins this process to others; None if all workers are threads of this process.
     """
 
@@ -55,6 +59,7 @@ class Launch:
     process: ProcessId
     membership: ProcessMembership
     replicas: Replicas
+    device: torch.device
     job: Job | None = None
 
     @property
@@ -137,7 +142,7 @@ class Launch:
         Raises:
             PeerLostError: As :meth:`Job.enter`.
         """
-        return _in_threads(world, self.membership) if self.job is None else self.job.enter(world)
+        return _in_threads(world, self.membership, self.device) if self.job is None else self.job.enter(world)
 
 
 class Job:
@@ -147,7 +152,7 @@ class Job:
         name: The transport's name.
         call: The number of this launch in the job.
         contributed: A digest over what all ranks sent in this launch; see :func:`.signed_store.signed`.
-        with_delegate, addresses, timeout: As :func:`launch`.
+        with_delegate, addresses, timeout, device: As :func:`launch`.
         spares: The store's clients that this job may use.
         averages: Whether there are replicas, or roles that were given, which can change.
 
@@ -168,6 +173,7 @@ class Job:
         addresses: Sequence[str],
         timeout: float,
         spares: Reservation,
+        device: torch.device,
         averages: bool = True,
     ) -> None:
         self.rank = dist.get_rank()
@@ -176,6 +182,7 @@ class Job:
         self._keys = _name_of_call(call)
         self.store = signed(keys_of(self._keys), self._keys, [contributed])
         self._with_delegate = with_delegate
+        self._device = device
         self._addresses = addresses
         self._spares = spares
         self._told: dict[str, tuple[Attempt, int]] = {}
@@ -224,15 +231,19 @@ class Job:
         transport = self._transport(Members(f"{name}/workers", worker, len(world.hosts)))
         if world.epoch:
             transport.begin(Attempt(world.epoch))
-        return Launch((transport,), world, process, self.membership, Replicas(world, worker, name), self)
+        replicas = Replicas(world, worker, name, self._device)
+        return Launch((transport,), world, process, self.membership, replicas, self._device, self)
 
     def _transport(self, members: Members) -> Transport:
+        here = {"members": members, "device": self._device}
         if self._name == "delegate":
-            return create_transport(self._name, members=members, addresses=self._addresses)
-        transport = create_transport(self._name, members=members)
+            return create_transport(self._name, addresses=self._addresses, **here)
+        # NCCL refuses two ranks on one GPU, and a rank alone can't know; gloo carries tensors of a GPU by way of the host.
+        backend = {"backend": "gloo"} if self._name == "c10d" else {}
+        transport = create_transport(self._name, **here, **backend)
         if not self._with_delegate:
             return transport
-        return LanedTransport(transport, {"delegate": create_transport("delegate", members=members, addresses=self._addresses)})
+        return LanedTransport(transport, {"delegate": create_transport("delegate", addresses=self._addresses, **here)})
 
     def _join_everyone(self) -> None:
         """Make the group of all processes of the world, unless there is one of the same processes."""
@@ -295,6 +306,7 @@ def launch(
     arguments: Mapping[str, str],
     timeout: float,
     *,
+    device: torch.device = HOST,
     roles: Roles | None = None,
     with_delegate: bool = False,
     addresses: Sequence[str] = (),
@@ -303,9 +315,11 @@ def launch(
 
     Args:
         size: The number of ranks of the pipeline.
-        transport: ``"local"``, ``"c10d"``, the name of an installed transport, or None: c10d under a launcher, else local.
+        transport: ``"local"``, ``"c10d"``, ``"delegate"``, the name of an installed transport, or None: local without a
+            launcher, else c10d between hosts' memory and the delegate between GPUs.
         arguments: The user's arguments by name, which the ranks compare first.
         timeout: Seconds to wait for the other ranks.
+        device: The device on which this process trains.
         roles: The replica and stage of each rank of the job; None for consecutive ranks.
         with_delegate: Whether some edges may take the delegate, which is then set up beside the transport.
         addresses: Addresses of this host for the delegate; see :class:`adaptra.runtime.options.Options`.
@@ -315,13 +329,14 @@ def launch(
             ``size``; says what to change. Or a rank has other arguments or has not come; names it.
         PeerLostError: A rank failed or died while the ranks connected; names it.
     """
-    name = transport or ("c10d" if is_launched() else "local")
+    between = "delegate" if device.type == "cuda" and not with_delegate else "c10d"
+    name = transport or (between if is_launched() else "local")
     if with_delegate and name != "c10d":
         raise LaunchError(
             f"Options(delegate=...) with transport {name!r}: expected c10d, whose slow edges the delegate takes over"
         )
     if name == "local":
-        return _in_threads(World.of_threads(size), ProcessMembership())
+        return _in_threads(World.of_threads(size), ProcessMembership(), device)
     if not is_launched():
         raise LaunchError(
             f"transport {name!r} needs {size} processes: start this script with torchrun --nproc-per-node={size}, or call "
@@ -346,7 +361,7 @@ def launch(
         )
     usual = Roles.initial(ranks, size)
     averages = roles not in (None, usual) or ranks != size
-    job = Job(name, call, contributed, with_delegate, addresses, timeout, spares, averages)
+    job = Job(name, call, contributed, with_delegate, addresses, timeout, spares, device, averages)
     try:
         return job.enter(World.of_roles(roles or usual))
     except BaseException:
@@ -354,10 +369,10 @@ def launch(
         raise
 
 
-def _in_threads(world: World, membership: ProcessMembership) -> Launch:
+def _in_threads(world: World, membership: ProcessMembership, device: torch.device) -> Launch:
     hub, workers = LocalHub(world.places), world.pipeline(0)
-    replicas = Replicas(world, workers[0], "threads")
-    return Launch(tuple(map(hub.transport, workers)), world, ProcessId(0), membership, replicas)
+    replicas = Replicas(world, workers[0], "threads", device)
+    return Launch(tuple(map(hub.transport, workers)), world, ProcessId(0), membership, replicas, device)
 
 
 def _clients_of(name: str, with_delegate: bool) -> int:
