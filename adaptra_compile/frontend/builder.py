@@ -30,6 +30,7 @@ from adaptra.frontend.saved.model_names import ModelNames
 from adaptra.frontend.shapes.recompile import Recompile
 from adaptra.frontend.weights.materialise import is_empty, materialise
 from adaptra.graph import compile_stages
+from adaptra.graph.capture.batch import beside
 from adaptra.graph.capture.collectives import refuse_context_parallel
 from adaptra.graph.capture.skeleton import skeleton
 from adaptra.graph.compile_modules import compile_modules
@@ -66,11 +67,14 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
     refuse_autocast("adaptra.compile")
     refuse_context_parallel("adaptra.compile")
     options = request.options
+    empty_on = _device_of_empty(request, (args, targets, kwargs))
+    device, (args, targets, kwargs) = _beside(request, (args, targets, kwargs), empty_on)
     launched = launch(
         request.ranks,
         request.transport,
         request.facts(),
         options.timeout,
+        device=device,
         roles=request.roles,
         with_delegate=options.uses_delegate,
         addresses=options.addresses,
@@ -78,8 +82,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
     with ExitStack() as opened:
         opened.callback(launched.give_up)
         _check_contract(request, launched)
-        empty_on = _device_of_empty(request, (args, targets, kwargs))
-        spec = _spec(request, launched, empty_on)
+        spec = _spec(request, launched, is_to_come=empty_on is not None)
         try:
             recorder = open_recorder(options, launched)
             opened.callback(recorder.close)
@@ -256,13 +259,12 @@ def _is_one(request: CompileArguments, launched: Launch) -> bool:
     return request.microbatches == launched.world.replicas == 1
 
 
-def _spec(request: CompileArguments, launched: Launch, empty_on: torch.device | None) -> PipelineSpec:
+def _spec(request: CompileArguments, launched: Launch, *, is_to_come: bool) -> PipelineSpec:
     """Return what all plans of the pipeline begin with. Under a launcher the ranks tell each other their free memory."""
     options, limit = request.options, request.memory_limit
     replicas = launched.world.replicas
     for fault in request.faults:  # all ranks gave the same ones and refuse them alike
         fault.check_replica(replicas)
-    device = empty_on or _device(request.whole_model)
     return PipelineSpec(
         request.placed,
         request.microbatches,
@@ -271,10 +273,10 @@ def _spec(request: CompileArguments, launched: Launch, empty_on: torch.device | 
         request.faults,
         options,
         Reduction(request.reduction),
-        free_memory(launched, device, options.timeout) if limit is None else None,
+        free_memory(launched, options.timeout) if limit is None else None,
         replicas,
         any(transport.contract.in_order for transport in launched.transports),
-        is_to_come=empty_on is not None,
+        is_to_come=is_to_come,
     )
 
 
@@ -295,6 +297,16 @@ def _device_of_empty(request: CompileArguments, example: Any) -> torch.device | 
             "within torch.device('meta'), and an example with values"
         )
     return None
+
+
+def _beside(request: CompileArguments, example: Any, empty_on: torch.device | None) -> tuple[torch.device, Any]:
+    """Return the device on which the model trains, and the example on it.
+
+    Raises:
+        BatchError: The example is on another device than the model, and not on the host.
+    """
+    device = empty_on or _device(request.whole_model)
+    return device, pytree.tree_map_only(Tensor, lambda leaf: beside(leaf, device, "example_inputs: a tensor"), example)
 
 
 def _devices(example: Any) -> list[torch.device]:

@@ -71,15 +71,17 @@ class Replicas:
         world: The workers of the job and their processes.
         worker: This one.
         name: No other world's of this job.
+        device: The device of this worker's gradients.
 
     Attributes:
         index: The index of this rank's pipeline in the job, from 0.
         count: The number of replicas.
     """
 
-    def __init__(self, world: World, worker: WorkerId, name: str) -> None:
+    def __init__(self, world: World, worker: WorkerId, name: str, device: torch.device) -> None:
         self.index, place = world.seat(worker)
         self._world = world
+        self._gradients_on = device
         self._column = world.column(place)
         self.count = len(self._column)
         self._groups = tuple(
@@ -161,7 +163,7 @@ class Replicas:
 
     @property
     def _device(self) -> torch.device:
-        return torch.device("cpu" if is_gloo(self._group) else "cuda")
+        return torch.device("cpu") if is_gloo(self._group) else self._gradients_on
 
     @property
     def pipeline(self) -> Sequence[ProcessId]:

@@ -8,11 +8,10 @@ step's last op.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 import torch
-from torch import Tensor
 
 Mark = float | torch.cuda.Event
 """A time: seconds, or an event whose time is known later."""
@@ -43,11 +42,6 @@ class OpClock:
         self._stream_of = device if device.type == "cuda" else None
         self._free: list[torch.cuda.Event] = []
 
-    @staticmethod
-    def of(tensors: Iterable[Tensor]) -> OpClock:
-        """Return the clock of the device that has a stage's tensors; of the host if there are none."""
-        return OpClock(next((one.device for one in tensors if one.is_cuda), torch.device("cpu")))
-
     def mark(self) -> Mark:
         """Mark the present time, in the order of the queued ops."""
         if self._stream_of is None:
@@ -57,18 +51,23 @@ class OpClock:
         return event
 
     def read(self, marks: Sequence[Mark]) -> list[float]:
-        """Return the seconds of marks, in their order; the last one is the latest. The marks must not be used again."""
+        """Return the seconds of marks, in their order, once the device has passed them. They must not be used again."""
         events = [mark for mark in marks if isinstance(mark, torch.cuda.Event)]
-        found = iter(seconds_of(events))
-        self._free += events
+        if not events:
+            return [mark for mark in marks if not isinstance(mark, torch.cuda.Event)]
+        present = self.mark()
+        assert isinstance(present, torch.cuda.Event), "the clock of a GPU marks by events"
+        found = iter(seconds_of(events, present))
+        self._free += [*events, present]
         return [next(found) if isinstance(mark, torch.cuda.Event) else mark for mark in marks]
 
 
-def seconds_of(events: Sequence[TimedEvent]) -> list[float]:
-    """Return the times at which the device passed these events, seconds, after waiting for the last one."""
-    if not events:
-        return []
-    last = events[-1]
-    last.synchronize()
+def seconds_of(events: Sequence[E], present: E) -> list[float]:
+    """Return the times at which the device passed these events, seconds.
+
+    ``present`` was recorded just now, after them, and is waited for. The last of the events may have passed long ago, so it
+    says nothing of the host's clock.
+    """
+    present.synchronize()
     now = time.monotonic()
-    return [now - event.elapsed_time(last) / 1e3 for event in events]
+    return [now - event.elapsed_time(present) / 1e3 for event in events]

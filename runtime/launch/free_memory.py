@@ -15,7 +15,7 @@ from adaptra.runtime.world.world import Place
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
-def free_memory(launched: Launch, device: torch.device, timeout: float) -> tuple[int, ...]:
+def free_memory(launched: Launch, timeout: float) -> tuple[int, ...]:
     """Return the bytes that each rank of a pipeline may use: its device's free memory, divided by the ranks that share the
     device.
 
@@ -24,14 +24,14 @@ def free_memory(launched: Launch, device: torch.device, timeout: float) -> tuple
 
     Args:
         launched: The ranks.
-        device: The device of this rank's model.
         timeout: Seconds to wait for the other ranks.
 
     Raises:
         LaunchError: Ranks have not answered; names them.
         ControlError: The store is lost.
     """
-    world, own = launched.world, encode({"place": _place(device), "free": free_on(device)})
+    device, world = launched.device, launched.world
+    own = encode({"place": _place(device), "free": free_on(device)})
     told = [
         decode(one.encode(), f"free memory of rank {rank}")
         for rank, one in enumerate(launched.tell("free memory", own, timeout))

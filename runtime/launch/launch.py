@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from adaptra.checks import nearest_multiple
@@ -35,6 +36,8 @@ from adaptra.runtime.world.world import Attempt, Place, ProcessId, World
 
 T = TypeVar("T")
 
+HOST: Final = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -47,6 +50,7 @@ class Launch:
         process: This process.
         membership: This process's, from its launch on.
         replicas: This process's peers in other pipelines.
+        device: The device on which this process trains, with its number if there are several.
         job: Joins this process to others.
     """
 
@@ -55,6 +59,7 @@ class Launch:
     process: ProcessId
     membership: ProcessMembership
     replicas: Replicas
+    device: torch.device
     job: Job | OneProcess
 
     @property
@@ -155,6 +160,7 @@ class OneProcess:
 
     Args:
         membership: This process's.
+        device: The device on which it trains.
 
     Attributes:
         averages: False: roles can't change.
@@ -164,14 +170,16 @@ class OneProcess:
     averages: Final = False
     ranks: Final = 1
 
-    def __init__(self, membership: ProcessMembership) -> None:
+    def __init__(self, membership: ProcessMembership, device: torch.device) -> None:
         self._membership = membership
+        self._device = device
 
     def enter(self, world: World) -> Launch:
         """Join the workers in a world."""
         hub, workers = LocalHub(world.places), world.pipeline(0)
         transports = tuple(map(hub.transport, workers))
-        return Launch(transports, world, ProcessId(0), self._membership, Replicas(world, workers[0], "threads"), self)
+        replicas = Replicas(world, workers[0], "threads", self._device)
+        return Launch(transports, world, ProcessId(0), self._membership, replicas, self._device, self)
 
     def tell(self, _attempt: Attempt, _what: str, text: str, _timeout: float, _check: Check) -> list[str]:
         """Return the only text."""
@@ -184,14 +192,43 @@ class OneProcess:
         """Do nothing, as no group was made."""
 
 
+@dataclass(frozen=True, slots=True)
+class Carriers:
+    """What carries the messages of a job's workers.
+
+    Attributes:
+        name: The transport's name.
+        with_delegate: Whether some edges may take the delegate beside it.
+        addresses: Addresses of this host for the delegate.
+        device: The device of what is sent and received.
+    """
+
+    name: str
+    with_delegate: bool
+    addresses: Sequence[str]
+    device: torch.device
+
+    def join(self, members: Members) -> Transport:
+        """Return the transport of one of these members; all of them call it."""
+        here = {"members": members, "device": self.device}
+        if self.name == "delegate":
+            return create_transport(self.name, addresses=self.addresses, **here)
+        # NCCL refuses two ranks on one GPU, and a rank alone can't know; gloo carries tensors of a GPU by way of the host.
+        backend = {"backend": "gloo"} if self.name == "c10d" else {}
+        transport = create_transport(self.name, **here, **backend)
+        if not self.with_delegate:
+            return transport
+        return LanedTransport(transport, {"delegate": create_transport("delegate", addresses=self.addresses, **here)})
+
+
 class Job:
     """This process among those of a job.
 
     Args:
-        name: The transport's name.
+        carriers: What carries the messages of its workers.
         call: The number of this launch in the job.
         contributed: A digest over what all ranks sent in this launch; see :func:`.signed_store.signed`.
-        with_delegate, addresses, timeout: As :func:`launch`.
+        timeout: As of :func:`launch`.
         spares: The store's clients that this job may use.
         averages: Whether there are replicas, or roles that were given, which can change.
 
@@ -205,22 +242,18 @@ class Job:
 
     def __init__(
         self,
-        name: str,
+        carriers: Carriers,
         call: int,
         contributed: str,
-        with_delegate: bool,
-        addresses: Sequence[str],
         timeout: float,
         spares: Reservation,
         averages: bool = True,
     ) -> None:
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
-        self._name = name
+        self._carriers = carriers
         self._keys = _name_of_call(call)
         self.store = signed(keys_of(self._keys), self._keys, [contributed])
-        self._with_delegate = with_delegate
-        self._addresses = addresses
         self._spares = spares
         self._told: dict[str, tuple[Attempt, int]] = {}
         self.averages = averages
@@ -265,18 +298,11 @@ class Job:
     def _enter(self, world: World, name: str) -> Launch:
         process = ProcessId(self.rank)
         (worker,) = world.hosted(process)
-        transport = self._transport(Members(f"{name}/workers", worker, len(world.hosts)))
+        transport = self._carriers.join(Members(f"{name}/workers", worker, len(world.hosts)))
         if world.epoch:
             transport.begin(Attempt(world.epoch))
-        return Launch((transport,), world, process, self.membership, Replicas(world, worker, name), self)
-
-    def _transport(self, members: Members) -> Transport:
-        if self._name == "delegate":
-            return create_transport(self._name, members=members, addresses=self._addresses)
-        transport = create_transport(self._name, members=members)
-        if not self._with_delegate:
-            return transport
-        return LanedTransport(transport, {"delegate": create_transport("delegate", members=members, addresses=self._addresses)})
+        replicas = Replicas(world, worker, name, self._carriers.device)
+        return Launch((transport,), world, process, self.membership, replicas, self._carriers.device, self)
 
     def _join_everyone(self) -> None:
         """Make the group of all processes of the world, unless there is one of the same processes."""
@@ -339,6 +365,7 @@ def launch(
     arguments: Mapping[str, str],
     timeout: float,
     *,
+    device: torch.device = HOST,
     roles: Roles | None = None,
     with_delegate: bool = False,
     addresses: Sequence[str] = (),
@@ -347,9 +374,11 @@ def launch(
 
     Args:
         size: The number of ranks of the pipeline.
-        transport: ``"local"``, ``"c10d"``, the name of an installed transport, or None: c10d under a launcher, else local.
+        transport: ``"local"``, ``"c10d"``, ``"delegate"``, the name of an installed transport, or None: local without a
+            launcher, else c10d between hosts' memory and the delegate between GPUs.
         arguments: The user's arguments by name, which the ranks compare first.
         timeout: Seconds to wait for the other ranks.
+        device: The device on which this process trains.
         roles: The replica and stage of each rank of the job; None for consecutive ranks.
         with_delegate: Whether some edges may take the delegate, which is then set up beside the transport.
         addresses: Addresses of this host for the delegate; see :class:`adaptra.runtime.options.Options`.
@@ -359,13 +388,14 @@ def launch(
             ``size``; says what to change. Or a rank has other arguments or has not come; names it.
         PeerLostError: A rank failed or died while the ranks connected; names it.
     """
-    name = transport or ("c10d" if is_launched() else "local")
+    between = "delegate" if device.type == "cuda" and not with_delegate else "c10d"
+    name = transport or (between if is_launched() else "local")
     if with_delegate and name != "c10d":
         raise LaunchError(
             f"Options(delegate=...) with transport {name!r}: expected c10d, whose slow edges the delegate takes over"
         )
     if name == "local":
-        return OneProcess(ProcessMembership()).enter(World.of_threads(size))
+        return OneProcess(ProcessMembership(), device).enter(World.of_threads(size))
     if not is_launched():
         raise LaunchError(
             f"transport {name!r} needs {size} processes: start this script with torchrun --nproc-per-node={size}, or call "
@@ -390,7 +420,7 @@ def launch(
         )
     usual = Roles.initial(ranks, size)
     averages = roles not in (None, usual) or ranks != size
-    job = Job(name, call, contributed, with_delegate, addresses, timeout, spares, averages)
+    job = Job(Carriers(name, with_delegate, addresses, device), call, contributed, timeout, spares, averages)
     try:
         return job.enter(World.of_roles(roles or usual))
     except BaseException:

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from adaptra.errors import TransportError
 from adaptra.graph.ops.specs import MessageSpec
-from adaptra.runtime.transports.base import Identity, Purpose, describe_layout, layout_of, name_of
+from adaptra.runtime.transports.base import Identity, Purpose, describe_layout, layout_of, name_of, now
 from adaptra.runtime.world.world import Attempt
 
 ALIGNMENT: Final = 64
@@ -190,14 +190,14 @@ class MessageBuffer:
         """A tag for the second part that only messages of the same layout share; never 0, the first part's."""
         return self._rule.tag
 
-    def pack(self, identity: Identity, attempt: Attempt, tensors: Sequence[Tensor], sent_at: float) -> None:
-        """Fill the buffer with a message."""
-        self._rule.pack_into(self._header, identity, attempt, sent_at)
-        if self.first is not self._header_tensor:
-            self.first[:HEADER_BYTES].copy_(self._header_tensor[:HEADER_BYTES])
+    def pack(self, identity: Identity, attempt: Attempt, tensors: Sequence[Tensor], sent_at: float | None) -> None:
+        """Fill the buffer with a message, sent when its tensors have been copied if ``sent_at`` is None."""
         with torch.no_grad():
             for view, tensor in zip(self._views, tensors, strict=True):
                 view.copy_(tensor)
+        self._rule.pack_into(self._header, identity, attempt, now() if sent_at is None else sent_at)
+        if self.first is not self._header_tensor:
+            self.first[:HEADER_BYTES].copy_(self._header_tensor[:HEADER_BYTES])
 
     def check(self, expected: Identity) -> float:
         """Read the received header.

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from adaptra.errors import AdaptraError, LaunchError, PeerLostError
@@ -211,8 +210,7 @@ class Worker:
 
     @cached_property
     def _shared_outputs(self) -> SharedOutputs:
-        device = next((one.device for one in self.state.values()), torch.device("cpu"))
-        timeout = self._context.options.timeout
+        device, timeout = self._context.device, self._context.options.timeout
         return SharedOutputs(
             self._context.placement[-1], self._context.transport, self._context.job, device, self.values.reserve_stream, timeout
         )

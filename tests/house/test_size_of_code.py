@@ -22,7 +22,7 @@ CLASSES = {
     "adaptra.runtime.control.deciding.policy.Policy": 17,
     "adaptra.runtime.step_messages.shared_gradients.Gradients": 18,
     "adaptra.runtime.transports.c10d.c10d.C10dTransport": 16,
-    "adaptra.runtime.worker.stages.stage.TrainingStage": 18,
+    "adaptra.runtime.worker.stages.stage.TrainingStage": 16,
     "adaptra.simulation.case.Case": 17,
 }
 """Fields of a dataclass, or what the methods of another class assign to ``self``; inherited ones are the base class's."""
@@ -34,7 +34,7 @@ FUNCTIONS = {
     "adaptra.runtime.devices.pack_kernel.copy_flat": 14,
     "adaptra.runtime.measuring.monitor.Monitor.message": 10,
     "adaptra.runtime.membership.membership.Membership.__init__": 10,
-    "adaptra.runtime.worker.stages.stage.TrainingStage.__init__": 13,
+    "adaptra.runtime.worker.stages.stage.TrainingStage.__init__": 11,
     "adaptra.runtime.worker.stages.stage.TwoPassStage.__init__": 10,
 }
 

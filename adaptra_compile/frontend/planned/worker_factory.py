@@ -79,7 +79,8 @@ class WorkerFactory:
                 carrier = FaultyTransport(transport, faults) if faults else transport
                 opened.callback(carrier.close)
                 pipeline = launched.pipeline_of(carrier)
-                clock, placement = OpClock.of(state.values()), tuple(initial.case.placement)
+                device = next((one.device for one in state.values()), launched.device)
+                clock, placement = OpClock(device), tuple(initial.case.placement)
                 context = RankContext(
                     placement,
                     pipeline,
@@ -90,6 +91,7 @@ class WorkerFactory:
                     Monitor(pipeline.rank, placement, read=clock.read),
                     clock,
                     Pacing(emulated, faults),
+                    device,
                     self.options,
                 )
                 worker = Worker(

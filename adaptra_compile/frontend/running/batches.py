@@ -89,7 +89,8 @@ class Batches:
             inputs = formats[0].flatten(args, kwargs, any_size=True)
             wanted = formats[1].flatten(targets, any_size=True) if with_loss else []
             if not self.shapes.is_first(inputs, wanted):
-                whole = args, kwargs, targets if with_loss else None
+                # As it lies beside the model, which is compiled with it.
+                whole = *formats[0].arguments(inputs), formats[1].unflatten(wanted) if with_loss else None
                 found = self.shapes.find(inputs, wanted, whole, with_loss=with_loss, training=training)
                 here = found.inputs if self._has(0) else (), found.targets if self._has(-1) else ()
                 return replace(found, inputs=here[0], targets=here[1])

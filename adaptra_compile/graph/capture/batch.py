@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -24,11 +25,12 @@ _OTHER_SIZES: Final = "; for other sizes, every rank needs inputs and targets, a
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """One leaf of a captured structure: a tensor's spec, or a constant that is part of the graph."""
+    """One leaf of a captured structure: a tensor's spec and device, or a constant that is part of the graph."""
 
     label: str
     spec: TensorSpec | None
     constant: Any = None
+    device: torch.device | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,24 @@ class _Shown:
 
     def __repr__(self) -> str:
         return self.text
+
+
+def beside(value: Tensor, device: torch.device, what: str) -> Tensor:
+    """Return a tensor of a batch on the device of the training, to which only what lies on the host is copied.
+
+    Args:
+        value: The tensor.
+        device: The device. On the meta device there is nothing to copy.
+        what: The tensor's name, which begins the error.
+
+    Raises:
+        BatchError: It is on another device.
+    """
+    if value.device == device or "meta" in (device.type, value.device.type):
+        return value
+    if value.device.type != "cpu":
+        raise BatchError(f"{what} is on {value.device}: expected {device}, where the model is, or the host")
+    return value.to(device, non_blocking=True)
 
 
 class Structure:
@@ -74,7 +94,8 @@ class Structure:
             any_size: Whether they may have any size in the other dimensions too.
 
         Raises:
-            BatchError: The structure, a dtype, a dimension other than the first, or a constant differs from the capture.
+            BatchError: The structure, a dtype, a dimension other than the first, a device, or a constant differs from the
+                capture.
         """
         leaves, tree = pytree.tree_flatten_with_path(dict(batch))
         if tree != self._tree:
@@ -87,7 +108,7 @@ class Structure:
             if leaf.spec is None:
                 self._check_constant(leaf, value)
             else:
-                tensors.append(self._check_tensor(leaf.label, leaf.spec, value, any_size))
+                tensors.append(self._beside(leaf, self._check_tensor(leaf.label, leaf.spec, value, any_size)))
         return tensors
 
     def unflatten(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
@@ -105,6 +126,10 @@ class Structure:
                 f"{leaf.label}={leaf.constant!r} as a "
                 "constant: pass that value, compile again for this one, or pass a tensor in both places"
             )
+
+    def _beside(self, leaf: _Leaf, value: Tensor) -> Tensor:
+        """Return a tensor on the device of the captured one."""
+        return value if leaf.device is None else beside(value, leaf.device, f"{self._what}: {leaf.label}")
 
     def _check_tensor(self, label: str, spec: TensorSpec, value: Any, any_size: bool) -> Tensor:
         if not isinstance(value, Tensor):
@@ -289,7 +314,7 @@ def find_loss(outputs: Any) -> Tensor:
 
 def _leaf(label: str, value: Any) -> _Leaf:
     if isinstance(value, Tensor):
-        return _Leaf(label, TensorSpec(tuple(value.shape), value.dtype, False))
+        return _Leaf(label, TensorSpec(tuple(value.shape), value.dtype, False), device=value.device)
     return _Leaf(label, None, value)
 
 

@@ -118,7 +118,8 @@ class C10dTransport(Transport):
         self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None
     ) -> Pending:
         """See :meth:`Transport.send`."""
-        posted_at = now() if posted_at is None else posted_at
+        if posted_at is None and self._device.type == "cpu":
+            posted_at = now()
         check_tensors(identity, tensors)
         pending = self._guard.post(destination_rank, identity, is_receive=False)
         free = self._sent.setdefault(layout_of(identity.specs), [])
@@ -271,6 +272,8 @@ class C10dTransport(Transport):
 
     def _serve(self, channel: _ChannelEnd, queued: queue.SimpleQueue[_Posted | None]) -> None:
         """Wait for the messages of one channel, one after the other."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # each thread has a current device of its own
         while (posted := queued.get()) is not None:
             try:
                 if channel.is_receive:

@@ -78,13 +78,15 @@ class DelegateTransport(Transport):
         self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None
     ) -> Pending:
         """See :meth:`Transport.send`."""
-        posted_at = now() if posted_at is None else posted_at
         check_tensors(identity, tensors)
         self._sweep()
         pending = self._guard.post(destination_rank, identity, is_receive=False, make=EnginePending)
         pending.message = message = self._messages.free(identity.specs)
-        message.rule.pack_into(message.header, identity, pending.attempt, posted_at)
-        self._fill(message, tensors, lambda: self._start(pending, destination_rank, message, posted_at))
+
+        def start(there_at: float) -> None:
+            self._start(pending, destination_rank, message, there_at if posted_at is None else posted_at)
+
+        self._fill(message, tensors, start)
         return pending
 
     def receive(self, source_rank: int, identity: Identity) -> Pending:
@@ -234,12 +236,13 @@ class DelegateTransport(Transport):
 
     _arriving: type[EnginePending] = EnginePending
 
-    def _fill(self, message: EngineMessage, tensors: Sequence[Tensor], start: Callable[[], None]) -> None:
-        """Copy the tensors of a message into its memory, then ``start`` it."""
+    def _fill(self, message: EngineMessage, tensors: Sequence[Tensor], start: Callable[[float], None]) -> None:
+        """Copy the tensors of a message into its memory, then ``start`` it with the time at which they were there."""
+        there_at = now()
         with torch.no_grad():
             for view, tensor in zip(message.views, tensors, strict=True):
                 view.copy_(tensor)
-        start()
+        start(there_at)
 
     def _expect(self, pending: EnginePending, source_rank: int) -> None:
         """Prepare for the arrival of a message whose receive was posted."""
@@ -262,6 +265,7 @@ class DelegateTransport(Transport):
             if pending.attempt < self._guard.attempt:
                 return  # another thread has begun a later attempt, which fails this send
             memory = message.memory
+            message.rule.pack_into(message.header, pending.identity, pending.attempt, posted_at)
             request = self._engine.send(destination_rank, pending.identity.channel, memory, len(memory), posted_at)
             self._sent.append(pending)
         pending.begin(self.settle, request)

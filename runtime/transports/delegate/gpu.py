@@ -17,7 +17,7 @@ from torch import Tensor
 
 from adaptra import _C
 from adaptra.graph.ops.specs import MessageSpec
-from adaptra.runtime.transports.base import ChannelClass, Identity
+from adaptra.runtime.transports.base import ChannelClass, Identity, now
 from adaptra.runtime.transports.delegate.delegate import DelegateTransport
 from adaptra.runtime.transports.delegate.engine import StartedEngine
 from adaptra.runtime.transports.delegate.engine_memory import EngineMessage
@@ -56,6 +56,7 @@ class GpuDelegateTransport(DelegateTransport):
 
     def __init__(self, started: StartedEngine, on_close: Callable[[], None], device: torch.device) -> None:
         super().__init__(started, on_close)
+        self._device = device
         self._staging = Staging(device, f"adaptra rank {self.rank}")
         self._prefetched: dict[tuple[int, ChannelClass], queue.SimpleQueue[EnginePending | None]] = {}
         self._prefetchers: list[threading.Thread] = []
@@ -73,8 +74,9 @@ class GpuDelegateTransport(DelegateTransport):
         self._staging.pin(memory)
         return super()._make_message(memory, specs)
 
-    def _fill(self, message: EngineMessage, tensors: Sequence[Tensor], start: Callable[[], None]) -> None:
-        self._staging.then(self._staging.to_host(message, tensors), start)
+    def _fill(self, message: EngineMessage, tensors: Sequence[Tensor], start: Callable[[float], None]) -> None:
+        # The host has queued the op that makes the tensors. They are there once the device has run it and copied them.
+        self._staging.after_send(self._staging.to_host(message, tensors), lambda: start(now()))
 
     def _expect(self, pending: EnginePending, source_rank: int) -> None:
         channel = (source_rank, pending.identity.channel)
@@ -89,6 +91,7 @@ class GpuDelegateTransport(DelegateTransport):
         prefetched.put(pending)
 
     def _prefetch(self, prefetched: queue.SimpleQueue[EnginePending | None]) -> None:
+        torch.cuda.set_device(self._device)  # each thread has a current device of its own
         while (pending := prefetched.get()) is not None:
             assert pending.request is not None, "it was posted"
             pending.request.wait(None)
@@ -103,4 +106,4 @@ class GpuDelegateTransport(DelegateTransport):
     def _give_back(self, pending: EnginePending) -> None:
         assert isinstance(pending, _ReceiveToGpu), "every receive of this transport is one"
         if pending.copied is not None:
-            self._staging.then(pending.copied, lambda: DelegateTransport._give_back(self, pending))
+            self._staging.after_arrival(pending.copied, lambda: DelegateTransport._give_back(self, pending))

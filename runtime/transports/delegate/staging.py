@@ -1,8 +1,9 @@
-"""Copies between a GPU's memory and the engine's on a separate stream, so that compute waits only for the copies it needs.
+"""Copies between a GPU's memory and the engine's on streams of their own, so that compute waits only for the copies it needs.
 
-The engine's memory is registered with CUDA, so copies to and from it run asynchronously. Actions after a copy, such as sending
-a message or refilling a slot, run on one thread that waits for the copy's event. A sent tensor is recorded on the copy stream,
-and a received one on the stream that asks for it. So the memory of neither is reused before its copy has ended.
+The engine's memory is registered with CUDA, so copies to and from it run asynchronously. Each direction has a stream and a
+thread: a message that arrived waits for none that is still to be computed. A thread waits for a copy's event, then sends the
+message or refills the slot. A sent tensor is recorded on the copy stream, and a received one on the stream that asks for it. So
+the memory of neither is reused before its copy has ended.
 
 A message of several tensors, or of one that isn't contiguous, is packed on the GPU first where Triton works, see :mod:`.pack`.
 """
@@ -33,22 +34,19 @@ class Staging:
 
     Args:
         device: A CUDA device.
-        name: A prefix of the thread's name.
+        name: A prefix of the threads' names.
     """
 
     def __init__(self, device: torch.device, name: str) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
-        with torch.cuda.stream(self._stream):
-            reason = pack.why_not(self._stream.device)
+        self._sends, self._arrivals = _Direction(device, f"{name} sends"), _Direction(device, f"{name} arrivals")
+        with torch.cuda.stream(self._sends.stream):
+            reason = pack.why_not(self._sends.stream.device)
         if reason is not None:
             logger.info("%s: tensors are copied to the host one by one: %s", name, reason)
         self._packs = reason is None
         self._pinned: dict[int, _C.Memory] = {}
         self._lock = threading.Lock()
-        self._queue: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"{name} staging", daemon=True)
-        self._thread.start()
 
     def pin(self, memory: _C.Memory) -> None:
         """Register engine memory with CUDA, once; it is kept until :meth:`close`.
@@ -70,9 +68,10 @@ class Staging:
         Returns:
             An event that is done when the copy is.
         """
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream), torch.no_grad():
-            here = self._stream.device
+        stream = self._sends.stream
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream), torch.no_grad():
+            here = stream.device
             if self._packs and pack.is_worthwhile(tensors, message.specs) and all(tensor.device == here for tensor in tensors):
                 # Made and used on the copy stream only, so its memory is not reused before the copy has ended.
                 flat = torch.empty(message.flat.numel(), dtype=torch.uint8, device=here)
@@ -83,8 +82,8 @@ class Staging:
                     view.copy_(tensor, non_blocking=True)
             for tensor in tensors:
                 if tensor.is_cuda:
-                    tensor.record_stream(self._stream)
-        return self._record()
+                    tensor.record_stream(stream)
+        return self._sends.record()
 
     def to_device(self, message: EngineMessage) -> tuple[tuple[Tensor, ...], torch.cuda.Event]:
         """Start to copy a message to the device.
@@ -92,13 +91,13 @@ class Staging:
         Returns:
             Its tensors, and the event that a stream must wait for before it uses them.
         """
-        with torch.cuda.stream(self._stream), torch.no_grad():
+        with torch.cuda.stream(self._arrivals.stream), torch.no_grad():
             # Rounded tensors are widened on the device.
             tensors = tuple(
                 view.to(self._device, non_blocking=True).to(spec.dtype)
                 for view, spec in zip(message.views, message.specs, strict=True)
             )
-        return tensors, self._record()
+        return tensors, self._arrivals.record()
 
     def hand_over(self, tensors: Sequence[Tensor], copied: torch.cuda.Event) -> None:
         """Let the present stream use ``tensors`` as soon as their copy has ended, without blocking the host."""
@@ -107,26 +106,51 @@ class Staging:
         for tensor in tensors:
             tensor.record_stream(current)
 
-    def then(self, copied: torch.cuda.Event, action: Callable[[], None]) -> None:
-        """Call ``action`` once the copy has ended, after all earlier actions."""
-        self._queue.put((copied, action))
+    def after_send(self, copied: torch.cuda.Event, action: Callable[[], None]) -> None:
+        """Call ``action`` once the copy to the host has ended, after all earlier actions of that direction."""
+        self._sends.then(copied, action)
+
+    def after_arrival(self, copied: torch.cuda.Event, action: Callable[[], None]) -> None:
+        """Call ``action`` once the copy to the device has ended, after all earlier actions of that direction."""
+        self._arrivals.then(copied, action)
 
     def close(self) -> None:
-        """End the thread after its pending actions, and unpin the memory."""
-        self._queue.put(None)
-        self._thread.join(_JOIN_SECONDS)
-        self._stream.synchronize()
+        """End the threads after their pending actions, and unpin the memory."""
+        for direction in (self._sends, self._arrivals):
+            direction.close()
         with self._lock:
             for address in self._pinned:
                 _runtime().cudaHostUnregister(address)
             self._pinned = {}
 
-    def _record(self) -> torch.cuda.Event:
+
+class _Direction:
+    """The stream of all copies one way, and the thread of what is done after each."""
+
+    def __init__(self, device: torch.device, name: str) -> None:
+        self.stream: Final = torch.cuda.Stream(device)
+        self._queue: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def record(self) -> torch.cuda.Event:
+        """Return an event that is done when all copies so far are."""
         event = torch.cuda.Event()
-        event.record(self._stream)
+        event.record(self.stream)
         return event
 
+    def then(self, copied: torch.cuda.Event, action: Callable[[], None]) -> None:
+        """Call ``action`` once the copy has ended, after all earlier actions."""
+        self._queue.put((copied, action))
+
+    def close(self) -> None:
+        """End the thread after its pending actions."""
+        self._queue.put(None)
+        self._thread.join(_JOIN_SECONDS)
+        self.stream.synchronize()
+
     def _run(self) -> None:
+        torch.cuda.set_device(self.stream.device)  # each thread has a current device of its own
         while (asked := self._queue.get()) is not None:
             copied, action = asked
             copied.synchronize()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
 
@@ -52,27 +53,6 @@ class Reduction(StrEnum):
     SUM = "sum"
     WEIGHTED = "weighted"
 
-    def start(
-        self, scale: float, loss: TensorSpec, microbatches: int, share: float | None = None, device: torch.device | None = None
-    ) -> Tensor:
-        """Return the gradient that the backward pass of a microbatch begins with.
-
-        Args:
-            scale: The factor of the loss.
-            loss: The loss of one microbatch.
-            microbatches: Microbatches per step.
-            share: The microbatch's share of the batch's rows, if microbatches have different numbers of rows.
-            device: The device of the loss. None for the CPU.
-        """
-        # As autograd computes it for scale * (loss / microbatches): the scale is float32, and the quotient is rounded in the
-        # loss's own dtype.
-        start = torch.full((), scale, dtype=torch.float32, device=device).to(loss.dtype)
-        if self is Reduction.WEIGHTED:
-            return torch.stack([start, torch.zeros_like(start)])
-        if self is Reduction.MEAN and share is not None:
-            return start.expand(loss.shape) * share
-        return start.expand(loss.shape) / (microbatches if self is Reduction.MEAN else 1)
-
     def of_batch(self, losses: Tensor, shares: Sequence[float] = ()) -> Tensor:
         """Return the loss of the batch, a scalar.
 
@@ -96,6 +76,34 @@ class Reduction(StrEnum):
                         "more than 0, such as one label; the gradients are as before this step"
                     )
                 return (losses[:, 0].double().sum() / weight).to(losses.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class RootGradient:
+    """The gradient with which the backward pass of a microbatch begins.
+
+    Attributes:
+        reduction: The reduction of the microbatches' losses to the step's.
+        microbatches: Microbatches per step.
+        device: The device of the loss.
+        share: The microbatch's share of the batch's rows, if microbatches have different numbers of rows.
+    """
+
+    reduction: Reduction
+    microbatches: int
+    device: torch.device
+    share: float | None = None
+
+    def of(self, loss: TensorSpec, scale: float) -> Tensor:
+        """Return the gradient of one microbatch's loss, for a factor of the loss."""
+        # As autograd computes it for scale * (loss / microbatches): the scale is float32, and the quotient is rounded in the
+        # loss's own dtype.
+        start = torch.full((), scale, dtype=torch.float32, device=self.device).to(loss.dtype)
+        if self.reduction is Reduction.WEIGHTED:
+            return torch.stack([start, torch.zeros_like(start)])
+        if self.reduction is Reduction.MEAN and self.share is not None:
+            return start.expand(loss.shape) * self.share
+        return start.expand(loss.shape) / (self.microbatches if self.reduction is Reduction.MEAN else 1)
 
 
 def sum_of_shares(losses: Tensor, shares: Sequence[float]) -> Tensor:

@@ -11,7 +11,7 @@ from adaptra.graph.ops.random_state import RandomKey
 from adaptra.graph.stages.stages import EvalStage, Take, TrainStage
 from adaptra.runtime.outputs.step_outputs import StepOutputs, own_copies
 from adaptra.runtime.step_messages.shared_gradients import Gradients
-from adaptra.runtime.worker.stages.loss_reduction import Reduction
+from adaptra.runtime.worker.stages.loss_reduction import RootGradient
 
 
 class ForwardStage(Protocol):
@@ -64,19 +64,17 @@ class TrainingStage:
         stage: The compiled stage.
         state: The stage's own parameters and buffers by their names in the user's model.
         seed: Seed of the job's random numbers.
-        microbatches: The number of microbatches of a step.
+        root: The gradient with which the last stage's backward pass begins.
         replica: The index of this stage's replica; random numbers depend on the microbatch's number among those of all
             replicas.
         is_last: Whether this is the last stage, whose only output is the loss.
         gradients: Takes each parameter's gradient of each microbatch.
         await_buffers: Called before each F: waits until the buffers that the replicas share have arrived.
-        reduction: The reduction of the microbatches' losses to the step's.
         changing: The names of the buffers that the stage changes.
         complete: Called with the name of a parameter as soon as the last W has computed its gradient, if no other stage adds to
             it. None if nobody needs it before the end of the step.
         first_microbatch: The number of this replica's first microbatch among those of all replicas; by default as if all
             replicas had ``microbatches``.
-        share: The share of each microbatch in the batch's rows, if they have different numbers of rows.
     """
 
     def __init__(
@@ -85,28 +83,24 @@ class TrainingStage:
         state: Mapping[str, Tensor],
         *,
         seed: int,
-        microbatches: int,
+        root: RootGradient,
         replica: int,
         is_last: bool,
         gradients: Gradients,
         await_buffers: Callable[[], None],
-        reduction: Reduction = Reduction.MEAN,
         changing: Sequence[str] = (),
         complete: Callable[[str], None] | None = None,
         first_microbatch: int | None = None,
-        share: float | None = None,
     ) -> None:
         self._stage = stage
         self._state = state
         self._seed = seed
         self._gradients = gradients
         self._saved: dict[int, Any] = {}
-        self._microbatches = microbatches
-        self._first_microbatch = replica * microbatches if first_microbatch is None else first_microbatch
-        self._share = share
+        self._root = root
+        self._first_microbatch = replica * root.microbatches if first_microbatch is None else first_microbatch
         self._await_buffers = await_buffers
         self._is_last = is_last
-        self._reduction = reduction
         self._root_gradients: Sequence[Tensor] = ()
         self._steps_before = 0
         self._outputs: StepOutputs | None = None
@@ -114,7 +108,7 @@ class TrainingStage:
         self._changing = [state[name] for name in changing]
         self._complete = complete
         # With one microbatch its gradients become the parameters' ``grad`` without a copy, which needs them all at the end.
-        self._in_turn = None if complete is None or microbatches == 1 else stage.weight_grad_in_turn()
+        self._in_turn = None if complete is None or root.microbatches == 1 else stage.weight_grad_in_turn()
 
     def begin_step(self, loss_scale: float, steps_before: int = 0, outputs: StepOutputs | None = None) -> None:
         """Start a step.
@@ -128,11 +122,7 @@ class TrainingStage:
         self._outputs = outputs
         if self._is_last:
             # There is none if the loss depends on no trained parameter.
-            device = next((one.device for one in self._state.values()), None)
-            self._root_gradients = tuple(
-                self._reduction.start(loss_scale, one, self._microbatches, self._share, device)
-                for one in self._stage.grad_outputs
-            )
+            self._root_gradients = tuple(self._root.of(one, loss_scale) for one in self._stage.grad_outputs)
 
     def keep_outputs(self, outputs: StepOutputs) -> None:
         """Have ``outputs`` take the model's outputs from now on in this step."""
@@ -160,7 +150,7 @@ class TrainingStage:
     def weight_grad(self, microbatch: int, computed: Callable[[float], None]) -> None:
         """Run W and pass each gradient on; those of the last microbatch one by one, if the sum over replicas waits for them."""
         saved = self._saved.pop(microbatch)
-        if self._in_turn is not None and microbatch == self._microbatches - 1:
+        if self._in_turn is not None and microbatch == self._root.microbatches - 1:
             self._in_turn(saved, self._taking(microbatch, computed))
         else:
             gradients = self._stage.run_weight_grad(saved)
@@ -273,7 +263,7 @@ class TwoPassStage(TrainingStage):
         state: Mapping[str, Tensor],
         *,
         seed: int,
-        microbatches: int,
+        root: RootGradient,
         replica: int,
         is_last: bool,
         gradients: Gradients,
@@ -285,7 +275,7 @@ class TwoPassStage(TrainingStage):
             stage,
             state,
             seed=seed,
-            microbatches=microbatches,
+            root=root,
             replica=replica,
             is_last=is_last,
             gradients=gradients,

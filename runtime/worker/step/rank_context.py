@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.devices.device_clock import OpClock
 from adaptra.runtime.injection.emulation import Pacing
@@ -28,6 +30,7 @@ class RankContext:
         monitor: Records ops, messages, the flights of probes and the sum over replicas.
         clock: Marks the start and end of ops on this rank's device.
         pacing: Lengthens ops on emulated devices and slowed stages.
+        device: The device of this rank's stages.
         options: Options of the runtime.
     """
 
@@ -40,6 +43,7 @@ class RankContext:
     monitor: Monitor
     clock: OpClock
     pacing: Pacing
+    device: torch.device
     options: Options
 
     @property

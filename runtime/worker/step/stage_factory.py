@@ -13,7 +13,7 @@ from adaptra.program.placement import Edge, stages_of
 from adaptra.runtime.detection.shape_scales import RelativeSizes
 from adaptra.runtime.step_messages.loss_broadcast import LossBroadcast
 from adaptra.runtime.step_messages.shared_gradients import Gradients
-from adaptra.runtime.worker.stages.loss_reduction import Reduction
+from adaptra.runtime.worker.stages.loss_reduction import Reduction, RootGradient
 from adaptra.runtime.worker.stages.stage import EvaluationStage, ForwardStage, Stage, TrainingStage, UnevenForwards, UnevenStage
 from adaptra.runtime.worker.step.rank_context import RankContext
 from adaptra.runtime.worker.step.shapes import FIRST, RankShape, StepShape
@@ -126,13 +126,11 @@ class StageFactory:
             compiled.train[number],
             state,
             seed=self._context.options.seed,
-            microbatches=microbatches,
+            root=RootGradient(self._reduction, microbatches, self._context.device, share),
             first_microbatch=replica * self._microbatches,
-            share=share,
             replica=replica,
             is_last=number == self.last,
             gradients=gradients,
-            reduction=self._reduction,
             await_buffers=self._await_buffers,
             changing=self.compiled.changing_in(number),
             complete=complete,

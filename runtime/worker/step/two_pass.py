@@ -23,6 +23,7 @@ from adaptra.runtime.data_parallel.accumulators import Accumulators
 from adaptra.runtime.step_messages.broadcast import Broadcast
 from adaptra.runtime.step_messages.shared_gradients import Gradients
 from adaptra.runtime.transports.base import Purpose
+from adaptra.runtime.worker.stages.loss_reduction import Reduction, RootGradient
 from adaptra.runtime.worker.stages.stage import Stage, TwoPassStage
 from adaptra.runtime.worker.step.executor import Executor
 from adaptra.runtime.worker.step.rank_context import RankContext
@@ -84,7 +85,7 @@ class TwoPassStep:
             compiled.train[transport.rank],
             state,
             seed=context.options.seed,
-            microbatches=microbatches,
+            root=RootGradient(Reduction.MEAN, microbatches, context.device),
             replica=context.replica,
             is_last=transport.rank == last.index,
             gradients=gradients,

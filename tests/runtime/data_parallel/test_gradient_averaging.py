@@ -142,12 +142,13 @@ def lose_a_peer(rank: int) -> str | None:
     from adaptra.errors import PeerLostError
     from adaptra.program.roles import Roles
     from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+    from adaptra.runtime.launch.launch import HOST
     from adaptra.runtime.transports.process_groups import keys_of
     from adaptra.runtime.world.world import WorkerId, World
 
     dist.init_process_group("gloo")
     store = keys_of("test of replicas")
-    replicas = Replicas(World.of_roles(Roles.initial(2, 1)), WorkerId(rank), "test")
+    replicas = Replicas(World.of_roles(Roles.initial(2, 1)), WorkerId(rank), "test", HOST)
     if rank == 0:
         replicas.abort()
         store.wait(["told"])

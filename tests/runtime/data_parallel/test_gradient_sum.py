@@ -20,6 +20,7 @@ from adaptra.program.roles import Roles
 from adaptra.runtime.data_parallel.accumulators import Accumulators
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.data_parallel.gradient_sum import GradientSum
+from adaptra.runtime.launch.launch import HOST
 from adaptra.runtime.world.world import WorkerId, World
 
 pytestmark = pytest.mark.processes
@@ -34,7 +35,7 @@ BUCKET = 256
 def replicas_of(rank: int) -> Replicas:
     """A job whose pipelines have one stage each."""
     dist.init_process_group("gloo")
-    return Replicas(World.of_roles(Roles.initial(RANKS, 1)), WorkerId(rank), "test")
+    return Replicas(World.of_roles(Roles.initial(RANKS, 1)), WorkerId(rank), "test", HOST)
 
 
 def gradients_of(rank: int, step: int) -> dict[str, Tensor]:

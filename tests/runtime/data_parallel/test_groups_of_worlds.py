@@ -14,6 +14,7 @@ from processes import run_processes
 from adaptra.errors import LaunchError
 from adaptra.program.roles import Roles
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.runtime.launch.launch import HOST
 from adaptra.runtime.transports.process_groups import Members, new_group
 from adaptra.runtime.world.world import ProcessId, WorkerId, World
 
@@ -25,13 +26,13 @@ RANKS, LOST = 3, 1
 def survive(rank: int) -> tuple[list[float], list[list[int]]] | None:
     """What the others sum among themselves once one has died, beside groups that still have it as a member."""
     dist.init_process_group("gloo")
-    before = Replicas(World.of_roles(Roles.initial(RANKS, 1)), WorkerId(rank), "epoch 0")
+    before = Replicas(World.of_roles(Roles.initial(RANKS, 1)), WorkerId(rank), "epoch 0", HOST)
     assert before.combine_losses(torch.tensor([float(rank)]), mean=False).item() == sum(range(RANKS))
     if rank == LOST:
         os._exit(1)
     world = World(1, 1, (ProcessId(0), ProcessId(2)))
     (worker,) = world.hosted(ProcessId(rank))
-    after = Replicas(world, worker, "epoch 1")
+    after = Replicas(world, worker, "epoch 1", HOST)
     summed = after.combine_losses(torch.tensor([float(rank), 1.0]), mean=False, aside=True).tolist()
     numbers = after.gather([rank])
     assert after.any_has(rank == 2) and not after.any_has(False)
@@ -54,7 +55,7 @@ def in_turn(rank: int) -> list[int]:
     for epoch in range(6):
         world = World(epoch, 1, (ProcessId(epoch % 2), ProcessId(1 - epoch % 2)))
         (worker,) = world.hosted(ProcessId(rank))
-        replicas = Replicas(world, worker, f"epoch {epoch}")
+        replicas = Replicas(world, worker, f"epoch {epoch}", HOST)
         assert replicas.gather([rank]) == [[epoch % 2], [1 - epoch % 2]]
         replicas.end()
         replicas.end()

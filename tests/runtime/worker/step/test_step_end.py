@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import adaptra
 from adaptra.errors import AdaptraError
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.runtime.launch.launch import HOST
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.options.reduce_options import Reduce
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
@@ -33,7 +34,7 @@ class Rank:
             one.grad = EARLIER.clone()
         self.given: list[Tensor] = []
         self.parameters["hooked"].register_hook(lambda gradient: self.given.append(gradient.clone()))
-        losses = ReplicaLosses(Replicas(World.of_threads(1), WorkerId(0), ""), reduction, len(PARTS))
+        losses = ReplicaLosses(Replicas(World.of_threads(1), WorkerId(0), "", HOST), reduction, len(PARTS))
         self.end = AllAtOnce(self.parameters, (), (), losses, Reduce(), Monitor(0, (0,)), time.monotonic)
 
     def run(self, losses: Tensor) -> Certificate:
