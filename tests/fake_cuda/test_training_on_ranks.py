@@ -6,7 +6,7 @@ import pytest
 from errors_table import check_documented
 from processes import run_processes
 
-RANKS = 2
+STAGES = DEVICES = 2
 SOON = 120.0
 
 
@@ -22,11 +22,11 @@ def train(rank: int, device: str, transport: str | None) -> tuple[list[str], lis
     model = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 5))
     inputs, targets = torch.randn(16, 8), torch.randint(0, 5, (16,))
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % DEVICES)
         model.cuda()
     loss = nn.functional.cross_entropy
     pipe = adaptra.compile(
-        model, stages=RANKS, microbatches=4, example_inputs=(inputs, targets), loss=loss, transport=transport
+        model, stages=STAGES, microbatches=4, example_inputs=(inputs, targets), loss=loss, transport=transport
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
     shown: list[str] = []
@@ -48,10 +48,14 @@ def train(rank: int, device: str, transport: str | None) -> tuple[list[str], lis
     return shown, [*map(str, the_machine().detector.reports)]
 
 
-@pytest.mark.parametrize("transport", [None, "c10d"], ids=["delegate by default", "c10d"])
-def test_ranks_train_on_their_devices_as_on_the_cpu(transport: str | None) -> None:
-    on_cpu = run_processes(train, RANKS, "cpu", "c10d", timeout=SOON)
-    on_cuda = run_processes(train, RANKS, "cuda", transport, timeout=SOON, is_fresh=True)
+@pytest.mark.parametrize(
+    ("ranks", "transport"),
+    [(2, None), (2, "c10d"), (4, None)],
+    ids=["delegate by default", "c10d", "two replicas, two ranks on each device"],
+)
+def test_ranks_train_on_their_devices_as_on_the_cpu(ranks: int, transport: str | None) -> None:
+    on_cpu = run_processes(train, ranks, "cpu", "c10d", timeout=SOON)
+    on_cuda = run_processes(train, ranks, "cuda", transport, timeout=SOON, is_fresh=True)
     assert [shown for shown, _ in on_cuda] == [shown for shown, _ in on_cpu]
     assert not [one for _, reports in on_cuda for one in reports]
 
