@@ -110,6 +110,10 @@ class ReduceTimes:
     nbytes: int
 
 
+IF_MEASURED: Final = ("reduce", "update", "has_met")
+"""The fields of a measurement that its JSON has only where there is something to say."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepMeasurement:
     """The measurement of one step by one rank.

@@ -15,7 +15,7 @@ from adaptra.errors import ControlError
 from adaptra.program.placement import stages_of
 from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 from adaptra.runtime.control_store.schema import Fields
-from adaptra.runtime.measuring.measurement import StepMeasurement
+from adaptra.runtime.measuring.measurement import IF_MEASURED, StepMeasurement
 from adaptra.runtime.measuring.reduces import StageReduce, StepReduces
 from adaptra.simulation.worker_steps import WorkerStep, worker_name
 
@@ -278,8 +278,7 @@ def _read_step(fields: Fields, where: str) -> StepTaken:
     names = ["rank", "step", "seconds", "stages", "edges", "pause"]
     try:
         raw = {name: fields.raw(name) for name in names}
-        if (reduce := fields.raw_or_none("reduce")) is not None:
-            raw["reduce"] = reduce
+        raw |= {name: value for name in IF_MEASURED if (value := fields.raw_or_none(name)) is not None}
         measurement = StepMeasurement.from_json(raw)
     except ControlError as error:
         raise ControlError(f"{where}: {error}") from None

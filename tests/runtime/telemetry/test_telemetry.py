@@ -110,6 +110,13 @@ def test_every_event_and_field_of_a_line_is_documented() -> None:
         assert set(inner) <= events[line["event"]]
 
 
+def test_what_a_step_only_says_where_there_is_something_to_say_is_read_back() -> None:
+    taken = StepTaken(StepMeasurement(1, 7, 0.5, (), (), has_met=True, update=0.125), (), 1, 0.25)
+    line = json.loads(to_line(TimestampedRecord(1.0, taken)))
+    assert {"has_met", "update"} <= line.keys() and "reduce" not in line
+    assert from_json(line, "here") == TimestampedRecord(1.0, taken)
+
+
 def test_every_kind_of_event_is_read_back() -> None:
     for kind in EventKind:
         one = TimestampedRecord(1.0, ControlEvent(kind, 0, 3, 1, "text", 0.5, None))
