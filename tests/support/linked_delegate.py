@@ -43,10 +43,10 @@ def find_in(folder: str | Path) -> None:
     sys.path.insert(0, str(folder))
 
 
-def join(members: Any = None) -> Linked:
+def join(members: Any = None, device: Any = "cpu") -> Linked:
     """What the entry point names: this rank's delegate, with its links as ``links``."""
     links: list[Link] = []
-    transport: Any = delegate_join.join(members, HOSTS, TIMING, listen=behind_links(links))
+    transport: Any = delegate_join.join(members, HOSTS, TIMING, device, listen=behind_links(links))
     transport.links = links
     return transport
 
