@@ -8,6 +8,7 @@ are open at the same time have each tensor on the same ranks.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,7 +128,7 @@ class Sharing:
             OptionError: Another open pipeline uses a tensor, or two share memory. The text names the tensor.
         """
         for tensor, own in self._own.items():
-            if any(hold.sharing is not self and hold.sharing.is_open for hold in _HELD.get(tensor, ())):
+            if any(hold.sharing is not self and _is_in_the_way(hold) for hold in _HELD.get(tensor, ())):
                 raise OptionError(
                     f"{what}: another open pipeline holds {own.name!r} too: expected one pipeline of a model where tensors "
                     "move between ranks; close() the other first"
@@ -151,8 +152,15 @@ class Sharing:
                 return
 
 
+def _is_in_the_way(hold: _Hold) -> bool:
+    """Return whether a pipeline may still train. What nobody has any more may wait for the collector, so that runs first."""
+    if hold.sharing.is_open:
+        gc.collect()
+    return hold.sharing.is_open
+
+
 def _check(hold: _Hold, name: str, tensor: Tensor, ranks: frozenset[int], is_here: bool) -> None:
-    if hold.sharing.is_open and hold.ranks != ranks:
+    if hold.ranks != ranks and _is_in_the_way(hold):
         raise OptionError(
             f"model: another open pipeline holds {name!r} on {_counted(hold.ranks)}, this one would on {_counted(ranks)}: "
             "expected the same, as each would train what the other does not see; close() the other first, or cut both alike by "
