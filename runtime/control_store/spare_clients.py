@@ -215,7 +215,10 @@ def _open(pool: _Clients) -> Store:
 
 def _is_of(pool: _Clients, store: Store) -> bool:
     client = client_of(store)
-    return client in pool.lent or client is _job_store()
+    if client in pool.lent:
+        return True
+    # A pool may outlive its job's default group until the collector runs. Then no other store can be the job's.
+    return dist.group.WORLD is not None and client is _job_store()
 
 
 def _job_store() -> Store:

@@ -107,3 +107,24 @@ def test_a_pool_holds_what_is_reserved_and_no_more() -> None:
         "usual timeout": True,
         "ended": 0,
     }
+
+
+def outlive_the_group(_rank: int) -> tuple[bool, bool]:
+    """Return whether a client of another store is lent, while the job's group is there and after its end."""
+    import torch.distributed as dist
+
+    from adaptra.runtime.control_store.spare_clients import Reservation, take
+
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    reserved = Reservation(1)
+    lent = [take(dist.HashStore()) is not None]
+    dist.destroy_process_group()
+    lent.append(take(dist.HashStore()) is not None)
+    reserved.end()
+    return lent[0], lent[1]
+
+
+@pytest.mark.processes
+def test_a_pool_that_outlives_its_jobs_group_lends_nothing_to_others() -> None:
+    assert run_processes(outlive_the_group, 1) == [(False, False)]
