@@ -7,6 +7,7 @@ its type and range. :meth:`Fields.end` refuses unknown fields. Nothing is ever u
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any, Final, cast
 
 from adaptra.checks import is_finite, is_whole
@@ -42,6 +43,11 @@ def decode(payload: bytes, where: str) -> Fields:
     except (ValueError, RecursionError) as error:
         raise ControlError(f"{where}: not JSON: {error}") from None
     return Fields(data, where)
+
+
+def decode_all(texts: Sequence[str], what: str) -> list[Fields]:
+    """Read the JSON object that each rank told, by rank. Errors are those of :func:`decode`, and begin with ``what`` it is."""
+    return [decode(text.encode(), f"{what} of rank {rank}") for rank, text in enumerate(texts)]
 
 
 class Fields:

@@ -8,7 +8,7 @@ from typing import Final
 
 import torch
 
-from adaptra.runtime.control_store.schema import decode, encode
+from adaptra.runtime.control_store.schema import decode_all, encode
 from adaptra.runtime.launch.launch import Launch
 from adaptra.runtime.world.world import Place
 
@@ -32,10 +32,7 @@ def free_memory(launched: Launch, timeout: float) -> tuple[int, ...]:
     """
     device, world = launched.device, launched.world
     own = encode({"place": _place(device), "free": free_on(device)})
-    told = [
-        decode(one.encode(), f"free memory of rank {rank}")
-        for rank, one in enumerate(launched.tell("free memory", own, timeout))
-    ]
+    told = decode_all(launched.tell("free memory", own, timeout), "free memory")
     devices = [(one.text("place"), one.whole("free")) for one in told]
     sharing = Counter(devices[host][0] for host in world.hosts)
     shares = [free // sharing[place] for place, free in devices]

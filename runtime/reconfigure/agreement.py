@@ -17,7 +17,7 @@ from adaptra.planning.layouts.choose_roles import JobModel, StageLoad, choose_ro
 from adaptra.planning.layouts.layout_change import RoleChange, SplitChange
 from adaptra.program.placement import stages_of
 from adaptra.program.roles import Roles
-from adaptra.runtime.control_store.schema import Fields, decode, encode
+from adaptra.runtime.control_store.schema import Fields, decode_all, encode
 from adaptra.runtime.detection.job_detector import MEASURED
 from adaptra.runtime.exchange.state_transfer import VALUE, Handover
 from adaptra.runtime.measuring.measurement import StageMeasurement
@@ -155,7 +155,7 @@ def share_split(
 
 def _told(tell: Tell, what: str, **facts: object) -> list[Fields]:
     """Tell all ranks this rank's facts, and return those of each."""
-    return [decode(text.encode(), f"{what} of rank {rank}") for rank, text in enumerate(tell(encode(facts)))]
+    return decode_all(tell(encode(facts)), what)
 
 
 def _of_first(

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from adaptra.errors import StateError
-from adaptra.runtime.control_store.schema import Fields, decode
+from adaptra.runtime.control_store.schema import Fields, decode_all
 from adaptra.runtime.exchange.state_transfer import Handover, check_movable
 
 _TEXT_LIMIT: Final = 4000
@@ -61,7 +61,7 @@ def check_consents(what: str, texts: Sequence[str]) -> None:
         StateError: Names the rank and its reason; nothing has moved.
         ControlError: A consent is malformed.
     """
-    said = [_read(decode(text.encode(), f"consent of rank {rank}")) for rank, text in enumerate(texts)]
+    said = [_read(fields) for fields in decode_all(texts, "consent")]
     for rank, one in enumerate(said):
         if one.objection:
             raise StateError(f"{what}: nothing has moved, since rank {rank} can't: {one.objection}")
