@@ -50,6 +50,7 @@ from adaptra.runtime.worker.rank_values import RankValues
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
 from adaptra.runtime.worker.step.rank_context import RankContext
 from adaptra.runtime.worker.step.rank_programs import RankPrograms
+from adaptra.runtime.worker.step.receive_pool import by_worker
 from adaptra.runtime.worker.step.shapes import FIRST, StepShape
 from adaptra.runtime.worker.step.step_parts import Batch, StepParts
 from adaptra.runtime.worker.step.two_pass import PendingBackward, TwoPassStep
@@ -166,7 +167,7 @@ class Worker:
             self.monitor.meet(all_ranks=True)
         with self._reporting_errors():
             plan = self.controller.plan_for(step)
-            goes_home = not plan.program.is_one_pipeline and self._has_any_replica(shape != FIRST)
+            goes_home = not plan.program.is_one_pipeline and self._context.replicas.any_has(shape != FIRST)
             executor = self._programs.switch_to(plan, step, shape, at_home=goes_home)
             of = self._shapes[shape]
             outputs = self._parts.outputs(of.shape) if with_outputs else {}
@@ -189,10 +190,6 @@ class Worker:
         """Return how often the user's own code has had all ranks of this pipeline meet, and maybe others."""
         world = self._context.world
         return collectives_of_user(world.hosts_of(world.pipeline(self._context.replica)))
-
-    def _has_any_replica(self, found: bool) -> bool:
-        """Return whether this holds on any replica. All of them ask."""
-        return self._context.replicas.any_has(found)
 
     def _whole(
         self, step: int, outputs: Mapping[int, StepOutputs], program: Program | None, *, to_all: bool
@@ -293,7 +290,7 @@ class Worker:
             self._parts.buffers.wait,
             lambda part, stage: self._programs.executor(part, {(0, self.rank): stage}),
         )
-        self._programs.buffers.grow(self._programs.buffers.by_worker(phases.receive_counts))
+        self._programs.buffers.grow(by_worker(self._context.transport, phases.receive_counts))
         return phases
 
     def gradient_norm(self, norm_type: float) -> Tensor:

@@ -23,7 +23,7 @@ from adaptra.runtime.worker.step.executor import Executor
 from adaptra.runtime.worker.step.lowering import Lowering
 from adaptra.runtime.worker.step.program_messages import BatchShapes, MessageShapes, ProgramMessages
 from adaptra.runtime.worker.step.rank_context import RankContext
-from adaptra.runtime.worker.step.receive_pool import ReceivePool
+from adaptra.runtime.worker.step.receive_pool import ReceivePool, by_worker
 from adaptra.runtime.worker.step.shapes import FIRST, RankShape, StepShape
 from adaptra.runtime.worker.step.step_parts import StepParts
 
@@ -72,6 +72,7 @@ class RankPrograms:
         self._compiled = compiled
         self._parts = parts
         self._context = context
+        self._handed_over = [parts.handed_over_of(one.index) for one in compiled.train]
         self._changing = frozenset(one.index for one in compiled.train if compiled.changing_in(one.index))
         self._lowering = Lowering(context.transport.contract, self._changing, compiled.with_loss)
         self._shapes = {FIRST: parts.first}
@@ -197,7 +198,7 @@ class RankPrograms:
         counts = Counter(executor.receive_counts)
         if number not in (FIRST, _HOME):  # the losses of the first shape are always reserved
             counts += self._shapes[number].losses.receive_counts()
-        self.buffers.grow(self.buffers.by_worker(counts), number)
+        self.buffers.grow(by_worker(self._context.transport, counts), number)
 
     @cached_property
     def _at_home(self) -> Program:
@@ -223,8 +224,8 @@ class RankPrograms:
     def _messages(self, plan: Plan, shape: StepShape) -> list[MessageShapes]:
         def of(compiled: CompiledStages) -> list[MessageShapes]:
             return [
-                MessageShapes(graphs.outputs, graphs.grad_inputs, *self._parts.handed_over_of(graphs.index))
-                for graphs in round_edges(compiled.train, plan.rounded)
+                MessageShapes(graphs.outputs, graphs.grad_inputs, *handed_over)
+                for graphs, handed_over in zip(round_edges(compiled.train, plan.rounded), self._handed_over, strict=True)
             ]
 
         return shape.messages(of)

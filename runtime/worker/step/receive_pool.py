@@ -15,6 +15,11 @@ Counts = Mapping[tuple[int, MessageSpec], int]
 """Numbers of buffers per source and message."""
 
 
+def by_worker(transport: Transport, counts: Counts) -> Counter[tuple[int, MessageSpec]]:
+    """Return counts per source rank of a transport's pipeline as counts per source worker of the job."""
+    return Counter({(transport.worker_of(rank), specs): count for (rank, specs), count in counts.items()})
+
+
 class ReceivePool:
     """Reserves receive buffers at a job's transport.
 
@@ -27,14 +32,9 @@ class ReceivePool:
     """
 
     def __init__(self, transport: Transport, job: Transport, always: Counts) -> None:
-        self._transport = transport
         self._job = job
-        self._always = self.by_worker(always)
+        self._always = by_worker(transport, always)
         self._by_shape: dict[int, Counter[tuple[int, MessageSpec]]] = {}
-
-    def by_worker(self, counts: Counts) -> Counter[tuple[int, MessageSpec]]:
-        """Return counts per source rank of this pipeline as counts per source worker of the job."""
-        return Counter({(self._transport.worker_of(rank), specs): count for (rank, specs), count in counts.items()})
 
     def grow(self, counts: Counts, number: int = FIRST) -> None:
         """Grow the pool to the needs of a program, besides messages that are not in a program.

@@ -22,6 +22,7 @@ from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
 from adaptra.runtime.worker.step.executor import Executor
 from adaptra.runtime.worker.step.foreign_stages import ForeignStages
 from adaptra.runtime.worker.step.rank_context import RankContext
+from adaptra.runtime.worker.step.receive_pool import by_worker
 from adaptra.runtime.worker.step.replica_losses import ReplicaLosses
 from adaptra.runtime.worker.step.shapes import RankShape, StepShape
 from adaptra.runtime.worker.step.stage_factory import StageFactory, message_bytes
@@ -106,10 +107,9 @@ class StepParts:
         """Return the number of receive buffers for messages beside a program with routes, at a time, per source worker and
         message: other replicas' contributions to shared parameters, and rate probes.
         """
-        away, worker_of = self._foreign.away_from_home(executor.program), self._context.transport.worker_of
-        rates = self._probes.receive_counts_of(executor.heard)
-        found = Counter({(int(worker_of(rank)), specs): count for (rank, specs), count in rates.items()})
-        return found if away is None else found + self.gradients.receive_counts_of(away)
+        away = self._foreign.away_from_home(executor.program)
+        rates = by_worker(self._context.transport, self._probes.receive_counts_of(executor.heard))
+        return rates if away is None else rates + self.gradients.receive_counts_of(away)
 
     def receive_counts(self) -> Counter[tuple[int, MessageSpec]]:
         """Return the number of receive buffers for messages that are not in a program, at a time, per source rank and
