@@ -30,7 +30,7 @@ from adaptra.frontend.saved.model_names import ModelNames
 from adaptra.frontend.shapes.recompile import Recompile
 from adaptra.frontend.weights.materialise import is_empty, materialise
 from adaptra.graph import compile_stages
-from adaptra.graph.capture.batch import beside
+from adaptra.graph.capture.batch import all_beside
 from adaptra.graph.capture.collectives import refuse_context_parallel
 from adaptra.graph.capture.skeleton import skeleton
 from adaptra.graph.compile_modules import compile_modules
@@ -306,7 +306,7 @@ def _beside(request: CompileArguments, example: Any, empty_on: torch.device | No
         BatchError: The example is on another device than the model, and not on the host.
     """
     device = empty_on or _device(request.whole_model)
-    return device, pytree.tree_map_only(Tensor, lambda leaf: beside(leaf, device, "example_inputs: a tensor"), example)
+    return device, all_beside(example, device, "example_inputs: a tensor")
 
 
 def _devices(example: Any) -> list[torch.device]:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from adaptra.frontend.planned.stage_planning import PipelineSpec
 from adaptra.frontend.running.local_workers import LocalWorkers
@@ -17,7 +16,7 @@ from adaptra.frontend.shapes.kept import most_shapes
 from adaptra.frontend.shapes.recompile import Recompile
 from adaptra.frontend.shapes.shapes import NewShape, ShapedBatch, Shapes
 from adaptra.graph import CompiledStages
-from adaptra.graph.capture.batch import beside
+from adaptra.graph.capture.batch import all_beside
 from adaptra.graph.inner_compiler import prepare
 from adaptra.program.placement import stages_of
 from adaptra.runtime.control.plans.events import EventKind
@@ -91,7 +90,8 @@ class Batches:
             inputs = formats[0].flatten(args, kwargs, any_size=True)
             wanted = formats[1].flatten(targets, any_size=True) if with_loss else []
             if not self.shapes.is_first(inputs, wanted):
-                whole = self._beside_model((args, kwargs, targets if with_loss else None))
+                given = args, kwargs, targets if with_loss else None
+                whole = all_beside(given, self._local.launched.device, "a batch of another shape")
                 found = self.shapes.find(inputs, wanted, whole, with_loss=with_loss, training=training)
                 here = found.inputs if self._has(0) else (), found.targets if self._has(-1) else ()
                 return replace(found, inputs=here[0], targets=here[1])
@@ -100,13 +100,6 @@ class Batches:
             split = self.split_inputs(args, kwargs), self.split_targets(targets) if with_loss else ()
         self.shapes.use_first()
         return ShapedBatch(FIRST, *split, (), self._compiled)
-
-    def _beside_model(self, whole: Any) -> Any:
-        """Return a batch as the user gave it, on the device on which the model is compiled again."""
-        device = self._local.launched.device
-        if device.type == "cpu":
-            return whole
-        return pytree.tree_map_only(Tensor, lambda leaf: beside(leaf, device, "a batch of another shape"), whole)
 
     def _has(self, stage: int) -> bool:
         """Return whether a stage is in this process."""

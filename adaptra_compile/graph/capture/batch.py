@@ -61,6 +61,13 @@ def beside(value: Tensor, device: torch.device, what: str) -> Tensor:
     return value.to(device, non_blocking=True)
 
 
+def all_beside(batch: Any, device: torch.device, what: str) -> Any:
+    """Return a batch, any nest of tensors, with each of them as :func:`beside` returns it; itself if all lie there."""
+    if all(leaf.device == device for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)):
+        return batch
+    return pytree.tree_map_only(Tensor, lambda leaf: beside(leaf, device, what), batch)
+
+
 class Structure:
     """A nest of tuples, lists and dicts whose leaves are tensors or constants.
 
