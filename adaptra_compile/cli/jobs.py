@@ -43,16 +43,16 @@ def run_job_plan(options: Namespace, case: Case) -> str:
     program = plan_job(case, budget=options.budget)
     if options.lower:
         program = _lowered(program, case)
+    if options.output is not None:
+        write_whole(options.output, str(program))
+    if options.compare is not None:
+        return _compared(options, case, program)
     simulated = simulate(program, case)
     bound = period_bound(case, program.routing)
     healthy = simulated.period
     if not case.is_healthy:
         whole = replace(case, lost=frozenset(), slow={})
         healthy = simulate(plan_job(whole, budget=options.budget), whole).period
-    if options.output is not None:
-        write_whole(options.output, str(program))
-    if options.compare is not None:
-        return _compared(options, case, program)
     _draw(options, [(title_of(case, program), simulated)])
     figures = {
         "bound": bound.value,

@@ -14,7 +14,7 @@ from adaptra.report import drawing, picture
 from adaptra.report.files import write_whole
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.simulate import Simulation, lower_bound, simulate
+from adaptra.simulation.simulate import lower_bound, simulate
 
 if TYPE_CHECKING:
     from adaptra.planning.exact import Exact
@@ -49,13 +49,19 @@ def run_plan(options: Namespace, case: Case) -> str:
 
     simulation, bound, period_bound = simulate(planned, case.cost), lower_bound(case), PERIOD.bound(case)
     draw_timeline(options, case, simulation)
+    if exact is None:
+        is_proven = False
+    elif case.barrier:  # the solver's bound is one of makespans
+        is_proven = exact.proven
+    else:
+        is_proven = simulation.period <= period_bound * (1 + _EQUAL)
     if options.json:
-        is_proven = exact is not None and _is_proven(case, exact, simulation)
         proof = {} if exact is None else {"exact_bound": exact.bound, "proven": is_proven}
         return as_json({"program": str(program)} | figures(case, simulation, bound, period_bound) | proof)
     if options.output is None:
         return str(program)
-    return headline(case, simulation, bound, period_bound) + ("" if exact is None else _proof(case, exact, simulation))
+    proof_line = "" if exact is None else _proof(case, exact, period_bound, is_proven=is_proven)
+    return headline(case, simulation, bound, period_bound) + proof_line
 
 
 def _write_program(options: Namespace, case: Case, planned: Program) -> Program:
@@ -115,22 +121,13 @@ def _shortest(options: Namespace, case: Case, exact: Exact) -> Program:
     return exact.program if case.barrier else PERIOD.plan(case, in_flight=options.in_flight, incumbent=exact.program)
 
 
-def _is_proven(case: Case, exact: Exact, simulation: Simulation) -> bool:
-    """Return whether no program is shorter: by the solver behind a barrier, otherwise because the period is at its bound."""
-    from adaptra.planning.routes.steady_steps import PERIOD
-
-    return exact.proven if case.barrier else simulation.period <= PERIOD.bound(case) * (1 + _EQUAL)
-
-
-def _proof(case: Case, exact: Exact, simulation: Simulation) -> str:
+def _proof(case: Case, exact: Exact, period_bound: float, *, is_proven: bool) -> str:
     """Return a line about what is proven of the time that counts, and of the makespan."""
-    proven = "proven: " if _is_proven(case, exact, simulation) else ""
+    proven = "proven: " if is_proven else ""
     if case.barrier:
         return f"exact    {proven}no order is shorter than {exact.bound:.10g}\n"
-    from adaptra.planning.routes.steady_steps import PERIOD
-
     least = f"{'the least is' if exact.proven else 'at least'} {exact.bound:.10g}"
-    return f"exact    {proven}no order repeats sooner than {PERIOD.bound(case):.10g}; of all makespans {least}\n"
+    return f"exact    {proven}no order repeats sooner than {period_bound:.10g}; of all makespans {least}\n"
 
 
 def _compare(options: Namespace, case: Case, planned: Program) -> str:
