@@ -12,8 +12,8 @@ ZBVZeroBubble are torch's own, unmodified.
 There is one row per situation and contender:
 
 - ``in flight`` is the most microbatches that a rank has in flight under adaptra's plan.
-- The bound is what no order of stages placed so beats, whatever its memory.
-- ``simulated`` is what the simulator says of the plan at the situation's own delays.
+- The bound is a period that no order of stages placed so beats, whatever its memory.
+- ``simulated`` is the plan's simulated period at the situation's own delays.
 - N·c/T0 is by how much the messages of all microbatches are late, one way, in units of the bound without delay. Speed-ups are a
   function of that.
 
@@ -34,11 +34,11 @@ from _table import Row, parser, print_rows
 from _torch_schedules import CHUNKS, SETTINGS, TorchSchedule, contender_named
 
 import adaptra
+from adaptra.planning.routes.steady_steps import PERIOD
 from adaptra.program import Kind
 from adaptra.program.placement import in_turn
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.simulate import lower_bound, simulate
 
 HEALTHY = "all delay=0"
 STANDING, SETTLED = 10, 30
@@ -187,7 +187,7 @@ def rows_of(
     situation: Situation, found: dict[str, Any], ranks: int, microbatches: int, seconds: float, names: list[str], runs: int
 ) -> list[Row]:
     """Each of adaptra's sides beside every other contender."""
-    healthy = lower_bound(Situation(()).case(in_turn(ranks), microbatches, seconds)).value
+    healthy = PERIOD.bound(Situation(()).case(in_turn(ranks), microbatches, seconds))
     relative = microbatches * max((delay for _, delay in situation.delays), default=0.0) / healthy
     rows: list[Row] = []
     for name in map(str, our_sides(ranks)):
@@ -196,8 +196,8 @@ def rows_of(
         case = situation.case(program.placement, microbatches, seconds)
         settled = found["settled"][name]
         label = f"{situation.name} (N·c/T0 {relative:.2f}); {name}, {held(program)} in flight"
-        rows.append(Row(f"{label}; bound", 1e3 * ours, 1e3 * lower_bound(case).value, "ms", runs))
-        rows.append(Row(f"{label}; simulated", 1e3 * ours, 1e3 * simulate(program, case.cost).makespan, "ms", runs))
+        rows.append(Row(f"{label}; bound", 1e3 * ours, 1e3 * PERIOD.bound(case), "ms", runs))
+        rows.append(Row(f"{label}; simulated", 1e3 * ours, 1e3 * PERIOD.of(program, case.cost), "ms", runs))
         rows += [Row(f"{label}; {other}", 1e3 * ours, 1e3 * median(found["times"][other]), "ms", runs) for other in names]
         if settled is not None:
             rows.append(Row(f"{label}; steps until the new plan, bar 3", settled, 3, "steps", 1))

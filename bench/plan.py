@@ -1,4 +1,4 @@
-"""How good plans are and how long planning takes: the cases in tests/cases with budgets of 10 ms and 100 ms.
+"""How good plans behind a barrier are and how long planning takes: the cases in tests/cases, budgets of 10 ms and 100 ms.
 
 There is one row per case and budget. It has makespan ÷ the shortest known, ÷ the bound, and ÷ the better published rule that
 fits the memory (Wu et al. 2025, arXiv 2504.19232). It also has how long plan() took as a whole. The first call of a process,

@@ -1,5 +1,6 @@
 """What the first plan of a pipeline holds, beside the shortest plan without a thought of memory.
 
+Short is a short period, as steps follow each other; with ``--barrier`` a short makespan.
 ``--random N`` adds so many random cases: unequal stages, delays, queues, sizes; straight, as a V, several stages in turn.
 Memory is the most that any rank holds.
 """
@@ -14,7 +15,8 @@ from pathlib import Path
 from _table import Row, parser, print_rows
 
 from adaptra.planning.least_memory import plan_least_memory
-from adaptra.planning.planner import plan
+from adaptra.planning.routes.steady_steps import PERIOD
+from adaptra.planning.timing import MAKESPAN, StepTiming
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import simulate
@@ -24,7 +26,7 @@ CASES = Path(__file__).parent.parent / "tests" / "cases"
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The least and the best plan of a case: makespan, most memory of a rank, most microbatches in flight, seconds to plan."""
+    """The least and the best plan of a case: time of a step, most memory of a rank, most in flight, seconds to plan."""
 
     case: Case
     least: tuple[float, float, int, float]
@@ -72,19 +74,21 @@ def uniform_cases() -> list[Case]:
     return [Case(cost, microbatches, placement, name) for name, cost, microbatches, placement in named]
 
 
-def measure(case: Case) -> Found:
+def measure(case: Case, timing: StepTiming) -> Found:
     """Both plans of a case."""
     figures: list[tuple[float, float, int, float]] = []
-    for planner in (plan_least_memory, plan):
+    for planner in (lambda: plan_least_memory(case, timing=timing), lambda: timing.plan(case)):
         began = time.perf_counter()
-        run = simulate(planner(case), case.cost)
-        figures.append((run.makespan, max(run.peak_memory), max(run.peak_in_flight), time.perf_counter() - began))
+        program = planner()
+        seconds = time.perf_counter() - began
+        run = simulate(program, case.cost)
+        figures.append((timing.of(program, case.cost), max(run.peak_memory), max(run.peak_in_flight), seconds))
     return Found(case, *figures)
 
 
 def rows(found: Found) -> list[Row]:
     """Of a case: what both plans take, and hold."""
-    measures = [("makespan", "of the case"), ("memory", "of the case"), ("in flight", "microbatches"), ("planning", "s")]
+    measures = [("step", "of the case"), ("memory", "of the case"), ("in flight", "microbatches"), ("planning", "s")]
     return [
         Row(f"{found.case.name} {found.case.cost.stages}x{found.case.microbatches}: {name}", ours, best, unit, 1)
         for (name, unit), ours, best in zip(measures, found.least, found.best, strict=True)
@@ -95,10 +99,12 @@ def main() -> None:
     """Measure all cases and print what was found."""
     options = parser(__doc__ or "")
     options.add_argument("--random", type=int, default=20, metavar="N", help="random cases")
+    options.add_argument("--barrier", action="store_true", help="ranks meet between steps, so the makespan counts")
     given = options.parse_args()
+    timing = MAKESPAN if given.barrier else PERIOD
     known = [Case.load(path) for path in sorted(CASES.glob("*.json")) if path.stem != "L07"]
     free = [replace(case, cost=replace(case.cost, memory_limit=None)) for case in known]
-    found = [measure(case) for case in (*uniform_cases(), *free, *map(random_case, range(given.random)))]
+    found = [measure(case, timing) for case in (*uniform_cases(), *free, *map(random_case, range(given.random)))]
     print_rows(
         "The plan of least memory beside the shortest plan",
         [row for one in found for row in rows(one)],

@@ -189,8 +189,8 @@ def main() -> int:
     old, new = by_phase["healthy"][-1].plan, steps[-1].plan
     slow_cost = new.case.cost
     predicted = {
-        "healthy": simulate(old.program, old.case.cost).makespan,
-        "slow": simulate(old.program, slow_cost).makespan,
+        "healthy": old.predicted,
+        "slow": simulate(old.program, slow_cost).period,
         "adapted": new.predicted,
     }
     bound = {"healthy": old.bound, "slow": new.bound, "adapted": new.bound}

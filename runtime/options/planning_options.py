@@ -19,9 +19,9 @@ class PlanningOptions:
     Attributes:
         adapt: Re-plan when a link or a stage turns slow. False measures and reports, and never switches.
         schedule: The program to start with: a generator's name such as ``"1f1b"``, a compute-only Program, or None for the plan
-            adapted to the estimated costs. Of the plans within one per cent of the best makespan, that is the one with the
-            least memory. If ``memory`` is given, spare memory is spread evenly over the edges as slack. With ``adapt=False`` it
-            may also be a Program of several replicas, whose routes are then followed.
+            adapted to the estimated costs. Of the plans within one per cent of the shortest period, that is the one with
+            the least memory. If ``memory`` is given, spare memory is spread evenly over the edges as slack. With
+            ``adapt=False`` it may also be a Program of several replicas, whose routes are then followed.
         expected_delays: Delays that a link may get, if they are known beforehand. Per directed edge of neighbouring stages: the
             seconds added to each message, and their relative weights, such as ``{(1, 2): {0.0: 0.9, 0.06: 0.1}}``. The first
             plan is then good on average over all combinations.

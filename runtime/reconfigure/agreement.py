@@ -52,7 +52,8 @@ def agree_on_roles(
         group: All ranks of the job, by rank, whose links are measured.
         roles: The present roles.
         stages: The stages' graphs, which give the size of each message.
-        case: The first plan's case: memory, and the shares of I and W where only B ran.
+        case: The first plan's case: memory, and the shares of I and W where only B ran. It says whether ranks meet between
+            steps now.
         measured: The measurements of this rank's stages in the last steps.
         held: The state that this rank would hand over.
         horizon: The number of steps over which a change must pay.
@@ -84,7 +85,7 @@ def agree_on_roles(
         messages = [(one.output_bytes, other.grad_input_bytes) for one, other in pairwise(stages)]
         columns = [[sizes[rank] for rank in roles.column(one)] for one in range(roles.stages)]
         loads = [StageLoad(*map(max, zip(*column, strict=True))) for column in columns]
-        job = JobModel(cost, case.microbatches, messages, loads, links, RESTART_SECONDS, case.placement, sums)
+        job = JobModel(cost, case.microbatches, messages, loads, links, RESTART_SECONDS, case.placement, sums, case.barrier)
         change = choose_roles(job, roles, horizon)
     seconds, ranks = _of_first(tell, "role change", change, () if change is None else change.after.ranks)
     if not seconds:

@@ -40,8 +40,8 @@ class RunStarted:
         microbatches: Microbatches per step.
         version: The first plan.
         program: That plan's name.
-        predicted: Its simulated makespan, from estimated costs; seconds.
-        bound: A lower bound of any plan's makespan under these costs; seconds.
+        predicted: The simulated seconds of its steps in a row, from estimated costs.
+        bound: A lower bound of these seconds under any plan.
         replica: The replica of the pipeline, 0 if there is only one.
         placement: ``placement[stage]`` is the stage's rank; empty if not known.
     """

@@ -15,7 +15,7 @@ FLOORS = """
     errors checks sizes progress known_keywords json_files unlike_numbers profiled
     program simulation equations collectives
     graph.ops graph.effects graph.capture graph.partition graph.stages graph.backward graph
-    passes planning planning.layouts planning.routes planning.remedies planning.responses planning.explaining
+    passes planning planning.routes planning.layouts planning.remedies planning.responses planning.explaining
     runtime.world runtime.control_store runtime.transports runtime.transports.c10d runtime.devices runtime.transports.delegate
     runtime.rdma runtime.injection runtime.measuring runtime.detection runtime.data_parallel.collectives runtime.data_parallel
     runtime.membership runtime.exchange runtime.launch runtime.state
@@ -29,7 +29,7 @@ FLOORS = """
 
 WITHOUT_TORCH = """
     program simulation equations collectives
-    passes planning planning.layouts planning.routes planning.remedies planning.responses planning.explaining
+    passes planning planning.routes planning.layouts planning.remedies planning.responses planning.explaining
     runtime.world runtime.rdma runtime.measuring runtime.detection runtime.membership
     runtime.control.plans runtime.control.deciding runtime.telemetry
     report cli

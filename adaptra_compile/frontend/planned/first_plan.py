@@ -67,7 +67,7 @@ def _first_program(options: PlanningOptions, case: Case, *, is_given: bool) -> t
         return found.program, "good on average over the delays to expect, for the estimated costs"
     reason = "adapted to the estimated costs"
     if not is_given or case.cost.memory_limit is None:
-        return plan_least_memory(case, incumbent=_known(case), timing=PERIOD), reason
+        return plan_least_memory(case, incumbent=_known(case), timing=PERIOD), f"{reason}, with the least memory"
     program = PERIOD.plan(case, incumbent=_known(case))
     if is_straight(case.placement):
         spread = uniform_slack(case)

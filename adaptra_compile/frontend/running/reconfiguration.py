@@ -101,7 +101,8 @@ class Reconfiguration:
             raise PipelineError("no step has run yet: roles are settled by what steps took")
         (held,) = self._agreed("roles", "settle_roles", lambda: (self._leaving("roles", optimizer), Consent()))
         with self._local.called("settle_roles"), self._local.changing("roles"):
-            case, measured, reduce = worker.initial.case, tuple(worker.last.measured), self._spec.options.reduce
+            case = replace(worker.initial.case, barrier=worker.plan.case.barrier)
+            measured, reduce = tuple(worker.last.measured), self._spec.options.reduce
             sums, group = SumPlan(reduce.algorithm, reduce.bucket), self._local.launched.everyone
             change = agree_on_roles(self._tell, group, roles, self._local.compiled.train, case, measured, held, horizon, sums)
         if change is not None:

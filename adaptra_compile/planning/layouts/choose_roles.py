@@ -16,13 +16,12 @@ from adaptra.collectives.seconds import DIRECT, SumPlan
 from adaptra.errors import CaseError
 from adaptra.planning.layouts.layout_change import RoleChange
 from adaptra.planning.limitation import EFFORT
-from adaptra.planning.planner import plan
+from adaptra.planning.routes.steady_steps import timing_of
 from adaptra.program.placement import in_turn
 from adaptra.program.roles import Roles, moved
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.links import Link
-from adaptra.simulation.simulate import lower_bound, simulate
 
 LEAST_GAIN: Final = 0.03
 """Fraction of a step that a change must save to be considered. The simulator is not more accurate than this."""
@@ -54,6 +53,7 @@ class JobModel:
         restart: Seconds that a change costs in addition to moving state.
         placement: The rank of each stage within its pipeline; stage i on rank i if empty.
         sums: How gradients are added up.
+        barrier: Whether ranks meet between steps. Then a step of a pipeline costs its makespan, otherwise its period.
     """
 
     cost: CostModel
@@ -64,6 +64,7 @@ class JobModel:
     restart: float = 0.0
     placement: tuple[int, ...] = ()
     sums: SumPlan = DIRECT
+    barrier: bool = False
 
     def link(self, one: int, other: int) -> Link:
         """Return the link between two ranks.
@@ -90,7 +91,7 @@ class JobModel:
             occupancy_forward=forward,
             occupancy_backward=backward,
         )
-        return Case(cost, self.microbatches, placement, "roles")
+        return Case(cost, self.microbatches, placement, "roles", self.barrier)
 
     def averaging(self, place: int, ranks: Sequence[int]) -> float:
         """Return the seconds that these ranks take to average the gradients of a pipeline's rank ``place``."""
@@ -145,9 +146,11 @@ def _averaging(job: JobModel, roles: Roles) -> float:
 def _least_seconds(job: JobModel, roles: Roles) -> float:
     """Return a lower bound of the step's seconds with these roles."""
     pipelines = [job.pipeline(roles.pipeline(replica)) for replica in range(roles.replicas)]
-    return max(lower_bound(case).value for case in pipelines) + _averaging(job, roles)
+    timing = timing_of(barrier=job.barrier)
+    return max(timing.bound(case) for case in pipelines) + _averaging(job, roles)
 
 
 def _step_seconds(job: JobModel, roles: Roles) -> float:
     pipelines = {job.pipeline(roles.pipeline(replica)) for replica in range(roles.replicas)}
-    return max(simulate(plan(case, effort=EFFORT), case.cost).makespan for case in pipelines) + _averaging(job, roles)
+    timing = timing_of(barrier=job.barrier)
+    return max(timing.of(timing.plan(case, effort=EFFORT), case.cost) for case in pipelines) + _averaging(job, roles)

@@ -181,7 +181,7 @@ class Participant:
 
         Args:
             plan: The plan; its version does not matter.
-            before: The predicted makespan of the plan that it is to replace, seconds.
+            before: The predicted seconds of a step under the plan that it is to replace.
             text: The text of the event.
             is_speculative: Whether the ranks only prepare for it, and keep the old plan until :meth:`release`.
         """

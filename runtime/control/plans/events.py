@@ -67,9 +67,9 @@ class ControlEvent:
             kinds, the last step that this rank has run or asked for.
         version: The plan that it is about.
         text: A description for people.
-        predicted: That plan's simulated makespan, where it is known; seconds.
-        predicted_before: The simulated makespan of the plan that it replaces or would replace, under the same cost model;
-            seconds.
+        predicted: That plan's simulated seconds of a step, where they are known: the makespan behind a barrier, otherwise the
+            period.
+        predicted_before: The same of the plan that it replaces or would replace, under the same cost model.
         in_flight: Per stage, the most microbatches that the plan has between F and I; of PROPOSED, AGREED and SWITCHED.
         memory: Per rank, the most bytes of activations at a time under the plan; of the same events.
     """

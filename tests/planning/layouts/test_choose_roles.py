@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from adaptra.errors import CaseError
 from adaptra.planning.layouts.choose_roles import JobModel, StageLoad, choose_roles
+from adaptra.planning.routes.steady_steps import timing_of
 from adaptra.program.roles import Roles
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.links import Link
-from adaptra.simulation.simulate import lower_bound
 
 FAST, SLOW = Link(1e-4, 1e-9), Link(0.06, 1e-8)
 LOAD = StageLoad(gradient_bytes=40_000_000, state_bytes=120_000_000)
@@ -97,7 +97,7 @@ def test_every_pair_needs_a_link() -> None:
 def seconds(model: JobModel, roles: Roles) -> float:
     pipelines = [model.pipeline(roles.pipeline(replica)) for replica in range(roles.replicas)]
     averaging = max(model.averaging(stage, roles.column(stage)) for stage in range(roles.stages))
-    return max(lower_bound(case).value for case in pipelines) + averaging
+    return max(timing_of(barrier=model.barrier).bound(case) for case in pipelines) + averaging
 
 
 @settings(max_examples=25, deadline=None)
@@ -137,3 +137,13 @@ def test_the_best_of_all_assignments_of_four_ranks_is_found() -> None:
     assert change is not None
     best = min(seconds(racks, Roles(2, ranks)) for ranks in permutations(range(4)))
     assert change.seconds_after <= 1.1 * best
+
+
+def test_a_step_costs_the_makespan_only_where_ranks_meet_between_steps() -> None:
+    racks = {(0, 2), (0, 3), (1, 2), (1, 3)}
+    steady, meeting = (choose_roles(job(slow=racks, barrier=barrier), INITIAL, 1000) for barrier in (False, True))
+    assert steady is not None and meeting is not None
+    # Two equal stages: each works for 8 microbatches, and behind a barrier also fills and drains.
+    work, averaging = 8 * 3 * 0.02, job(slow=racks).averaging(0, (0, 2))
+    assert steady.seconds_before == pytest.approx(work + averaging, rel=1e-3)
+    assert meeting.seconds_before == pytest.approx(work + 0.02 + averaging, rel=1e-3)
