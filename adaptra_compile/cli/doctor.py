@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes.util
 import importlib.util
+import os
 import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -57,6 +58,8 @@ def report(found: dict[str, Any]) -> str:
         backends = [name for name, available in torch["distributed"].items() if available]
         lines.append(("distributed", ", ".join(backends) or "no backend"))
         lines.append(("accelerator", torch["accelerator"] or "none"))
+        if (torch["accelerator"] or "").endswith("cuda"):
+            lines.append(("deterministic", _deterministic(torch["cublas_workspace"])))
     lines += [(name, found[name] or f"missing: pip install {name}") for name in ("sympy", "rich")]
     for extra, (packages, use) in EXTRAS.items():
         installed = found["extras"][extra]["version"]
@@ -69,6 +72,14 @@ def report(found: dict[str, Any]) -> str:
     lines += _report_rdma(found["rdma"])
     width = max(len(name) for name, _ in lines) + 2
     return "".join(f"{name:<{width}}{state}\n" for name, state in lines)
+
+
+def _deterministic(workspace: str | None) -> str:
+    """Return whether a model on a GPU can be compiled with ``deterministic=True``."""
+    from adaptra.runtime.devices.determinism import FIXED, WORKSPACE
+
+    given = f"{WORKSPACE} is not set" if workspace is None else f"{WORKSPACE} is {workspace}"
+    return f"possible: {given}" if workspace in FIXED else f"{given}: Options(deterministic=True) needs {' or '.join(FIXED)}"
 
 
 def _rdma() -> dict[str, Any]:
@@ -112,6 +123,8 @@ def _torch() -> dict[str, Any] | None:
     try:
         import torch
         from torch import distributed
+
+        from adaptra.runtime.devices.determinism import WORKSPACE
     except ImportError:
         return None
     available = distributed.is_available()
@@ -119,6 +132,7 @@ def _torch() -> dict[str, Any] | None:
     return {
         "version": torch.__version__,
         "accelerator": None if accelerator is None else f"{torch.accelerator.device_count()} × {accelerator.type}",
+        "cublas_workspace": os.environ.get(WORKSPACE),
         "distributed": {name: available and distributed.is_backend_available(name) for name in _BACKENDS},
     }
 

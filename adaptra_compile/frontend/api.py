@@ -30,6 +30,7 @@ from adaptra.frontend.pipeline.layout import LayoutMethods
 from adaptra.frontend.pipeline.observation import ObservationMethods
 from adaptra.frontend.running.session import Session
 from adaptra.known_keywords import known_keywords
+from adaptra.runtime.devices.determinism import require_deterministic
 from adaptra.runtime.options import Options
 from adaptra.runtime.worker.batch import require_no_gradient
 from adaptra.runtime.worker.worker import Worker
@@ -303,7 +304,9 @@ class Pipeline(LayoutMethods, ObservationMethods):
         return whole if losses is None else (loss, whole)
 
     def _follow(self, session: Session, *, evaluates: bool) -> None:
-        """Compile anew if the model has changed."""
+        """Compile anew if the model has changed. torch's switches must be as the options say."""
+        if session.is_deterministic:
+            require_deterministic()
         model = session.changes.follow(evaluates=evaluates)
         if model is not None:
             self.outline(model)

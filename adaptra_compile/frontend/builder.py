@@ -6,7 +6,7 @@ This is the path from a model to instruction lists. Its part after the cut is in
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -42,6 +42,7 @@ from adaptra.graph.ops.autocast import refuse_autocast
 from adaptra.graph.ops.weighted_loss import WeightedLoss
 from adaptra.program.placement import is_straight, stages_of
 from adaptra.progress import Progress, log_progress, shown_progress
+from adaptra.runtime.devices.determinism import set_deterministic
 from adaptra.runtime.launch.agreement import agree, disagree
 from adaptra.runtime.launch.free_memory import free_memory
 from adaptra.runtime.launch.launch import Launch, launch
@@ -84,6 +85,8 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         _check_contract(request, launched)
         spec = _spec(request, launched, is_to_come=empty_on is not None)
         try:
+            if options.deterministic:
+                set_deterministic(device)
             recorder = open_recorder(options, launched)
             opened.callback(recorder.close)
             with _progress(launched) as progress:
@@ -95,10 +98,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
                     request.whole_model, planned.compiled, request.placed, launched, is_empty=empty_on is not None
                 )
                 stages_here = [stage for rank in launched.ranks for stage in stages_of(rank, request.placed)]
-                own = stages_here if options.inner != EAGER else []
-                for done, stage in enumerate(own, 1):
-                    prepare(planned.compiled.train[stage])
-                    progress(f"compiled by {options.inner}", done, len(own))
+                _prepare_all(planned, stages_here if options.inner != EAGER else (), options.inner, progress)
                 model = request.whole_model
                 if empty_on is not None:
                     here = [name for stage in stages_here for name in planned.compiled.train[stage].state_names]
@@ -128,6 +128,13 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         session.close()
         raise
     return session
+
+
+def _prepare_all(planned: PlannedPipeline, stages: Sequence[int], inner: str, progress: Progress) -> None:
+    """Have the inner compiler compile what these stages train by."""
+    for done, stage in enumerate(stages, 1):
+        prepare(planned.compiled.train[stage])
+        progress(f"compiled by {inner}", done, len(stages))
 
 
 def _later_compilations(

@@ -28,6 +28,10 @@ class StageOptions:
             does. These are the buffers that the model changes, such as the statistics of BatchNorm. False: each replica has its
             own.
         reduce: How gradients and losses are added over replicas.
+        deterministic: Run kernels only that give the same bits each time. ``compile`` sets
+            ``torch.use_deterministic_algorithms(True)`` and ``torch.backends.cudnn.benchmark = False`` for the whole process.
+            Each step checks that they are still set. On a GPU the environment needs ``CUBLAS_WORKSPACE_CONFIG``, see
+            ``docs/design/numerics.md``.
         shapes: The number of shapes of batches that are kept compiled, beside the first one. The least recently used one goes
             first, and is compiled again when a batch has it. None keeps as many as take about a GiB, but 16 to 128.
 
@@ -42,7 +46,7 @@ class StageOptions:
     )
     broadcast_buffers: bool = field(default=True, metadata=agreed())
     reduce: Reduce = field(default_factory=Reduce, metadata=agreed())
-
+    deterministic: bool = field(default=False, metadata=agreed())
     shapes: int | None = field(default=None, metadata=agreed())
 
     def __post_init__(self) -> None:
@@ -51,6 +55,7 @@ class StageOptions:
             raise OptionError(f"seed={seed!r}: expected a whole number of 0..2**63-1")
         require_word("captured", self.captured, ("warn", "error", "accept"))
         require_flag("broadcast_buffers", self.broadcast_buffers)
+        require_flag("deterministic", self.deterministic)
         shapes: Any = self.shapes
         if shapes is not None and (not is_whole(shapes) or shapes < 1):
             raise OptionError(f"shapes={shapes!r}: expected a whole number of at least 1")

@@ -77,6 +77,11 @@ class Session:
         return self.local.compiled
 
     @property
+    def is_deterministic(self) -> bool:
+        """Whether this process has to run deterministic kernels only."""
+        return self._spec.options.deterministic
+
+    @property
     def has_padded_ops(self) -> bool:
         """Whether ops sleep: on emulated devices, or by faults that slow workers."""
         options = self._spec.options

@@ -32,6 +32,7 @@ OTHERS: dict[str, Any] = {
     "inner": "aot_eager",
     "shapes": 4,
     "broadcast_buffers": False,
+    "deterministic": True,
     "reduce": adaptra.Reduce(algorithm="chain"),
 }
 """Another value than the default of every option that must be equal on all ranks."""
