@@ -18,11 +18,11 @@ from adaptra.errors import PassError, PlanError
 from adaptra.passes import AdaptOrder
 from adaptra.planning.planner import plan
 from adaptra.program import Kind, Program
-from adaptra.program.dependencies import RULE
 from adaptra.program.schedules import forward_only, generate, gpipe, one_f_one_b
 from adaptra.program.verify import verify
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import Blocking, CostModel
+from adaptra.simulation.job import pipeline_of
 from adaptra.simulation.simulate import Simulation, lower_bound, simulate
 
 TEN = CostModel.uniform(4, 10, 10, 10)
@@ -201,11 +201,11 @@ def test_the_searchs_own_clock_is_the_simulators(case: Case, data: st.DataObject
     cost = replace(case.cost, blocking=blocking, half_duplex=half_duplex, memory_limit=most)
     case = replace(case, cost=cost, placement=placement)
     limits = (case.microbatches,) * stages
-    found = _C.search_orders(case, limits, [(1,) * stages, limits], [], 60_000, 0, None, RULE)
+    found = _C.search_orders(pipeline_of(case, case.cost), limits, [(1,) * stages, limits], [], 60_000, 0, None)
     if found is None:
         assert limit is not None
         return
-    program = Program.of_pipeline("found", placement, case.microbatches, found[1])
+    program = Program.of_pipeline("found", placement, case.microbatches, found[1].computed())
     assert found[0] == pytest.approx(check(program, cost).makespan, rel=1e-9)
 
 

@@ -128,7 +128,7 @@ class Bounds {
   // Load: a rank runs all its ops one after the other. That takes M·(T_F + T_I + T_W) from the earliest start of its first
   // forward.
   void load() {
-    for (std::size_t rank = 0; rank < static_cast<std::size_t>(problem_.ranks); ++rank) {
+    for (std::size_t rank = 0; rank < static_cast<std::size_t>(problem_.workers); ++rank) {
       double head = std::numeric_limits<double>::infinity();
       double work = 0.0;
       for (std::size_t s = 0; s < stages_; ++s) {
@@ -183,7 +183,7 @@ class Bounds {
     Table tail_f(stages_, microbatches_), tail_i(stages_, microbatches_);
     heads(head_f, head_i);
     tails(tail_f, tail_i);
-    std::vector<std::vector<Job>> jobs(static_cast<std::size_t>(problem_.ranks));
+    std::vector<std::vector<Job>> jobs(static_cast<std::size_t>(problem_.workers));
     for (std::size_t s = 0; s < stages_; ++s) {
       std::vector<Job>& machine = jobs[static_cast<std::size_t>(problem_.placement[s])];
       for (std::size_t k = 0; k < microbatches_; ++k) {
@@ -316,7 +316,7 @@ class Bounds {
 
 std::vector<double> least_tails(const Problem& problem) {
   const Cost& cost = problem.cost;
-  std::vector<double> tails(static_cast<std::size_t>(problem.ranks), std::numeric_limits<double>::infinity());
+  std::vector<double> tails(static_cast<std::size_t>(problem.workers), std::numeric_limits<double>::infinity());
   double tail = 0.0;  // the recurrence of first_ops()
   for (std::size_t s = 0; s < cost.forward.size(); ++s) {
     tail = s == 0 ? cost.weight_grad[0]
