@@ -220,14 +220,16 @@ schedule::Rule to_rule(const nb::dict& table) {
   for (std::size_t kind = 0; kind < rule.size(); ++kind) {
     for (const nb::handle given : nb::cast<nb::tuple>(table[kinds.member(static_cast<schedule::Kind>(kind))])) {
       const auto fields = nb::cast<nb::tuple>(given);  // a named tuple: offset, kinds, later, when
-      schedule::Row row{nb::cast<std::int32_t>(fields[0]), {}, nb::cast<std::int32_t>(fields[2]), schedule::When::Always};
+      schedule::Row row{nb::cast<std::int32_t>(fields[0]), 0, nb::cast<std::int32_t>(fields[2]), schedule::When::Always};
       for (const nb::handle met_by : nb::cast<nb::tuple>(fields[1])) {
-        if (!kinds.find(met_by.ptr(), row.kinds.emplace_back()) || schedule::is_update(row.kinds.back()))
+        schedule::Kind found;
+        if (!kinds.find(met_by.ptr(), found) || schedule::is_update(found))
           throw std::invalid_argument("rule: expected rows of compute ops, met by compute ops");
+        row.kinds |= schedule::bit_of(found);
       }
       while (!whens.at(static_cast<std::size_t>(row.when)).is(fields[3]))
         row.when = static_cast<schedule::When>(static_cast<int>(row.when) + 1);
-      rule[kind].push_back(std::move(row));
+      rule[kind].push_back(row);
     }
     if (rule[kind].size() > schedule::kMostNeeds) throw std::invalid_argument("rule: too many rows of a kind");
   }

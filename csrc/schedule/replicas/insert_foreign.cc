@@ -1,11 +1,15 @@
 #include "schedule/replicas/insert_foreign.h"
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <deque>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <utility>
+
+#include "schedule/simulate/rule.h"
 
 namespace adaptra::schedule {
 namespace {
@@ -27,13 +31,16 @@ class Inserter {
   Inserter(const Problem& pipeline, const std::vector<Order>& orders, const std::vector<Home>& homes,
            const std::vector<std::int32_t>& memory, double slack)
       : problem_(pipeline),
+        rule_(pipeline),
         memory_(memory),
         stages_(static_cast<std::size_t>(pipeline.stages)),
         slack_(slack),
         sequence_(sorted(orders)) {
     for (const Home& home : homes) homes_[home.replica].sequence = sorted(home.orders);
-    forward_end_.resize(stages_ * static_cast<std::size_t>(problem_.microbatches));
-    input_grad_end_ = forward_end_;
+    for (std::vector<double>& ends : ends_) ends.resize(stages_ * static_cast<std::size_t>(problem_.microbatches));
+    for (const Row& row : problem_.rule[static_cast<std::size_t>(Kind::W)]) {
+      if (row.when == When::HandedOver && problem_.hands_over) handed_over_.push_back(row.later);
+    }
   }
 
   [[nodiscard]] std::optional<Insertion> run(const std::vector<Foreign>& foreign) {
@@ -46,7 +53,7 @@ class Inserter {
     if (!time_replica(sequence_, {}, {}, nullptr)) return std::nullopt;
     pace_.resize(static_cast<std::size_t>(problem_.microbatches));
     for (std::int32_t m = 0; m < problem_.microbatches; ++m)
-      pace_[static_cast<std::size_t>(m)] = forward_end_[at(0, m)] - problem_.cost.forward[0];
+      pace_[static_cast<std::size_t>(m)] = end(Kind::F)[at(0, m)] - problem_.cost.forward[0];
 
     std::map<std::int32_t, Guests> hosts;
     std::map<std::pair<std::int32_t, std::int32_t>, std::vector<std::int32_t>> host_of;
@@ -111,31 +118,41 @@ class Inserter {
   [[nodiscard]] Order sorted(const std::vector<Order>& orders) const {
     Order sequence;
     std::vector<std::size_t> position(stages_, 0);
-    std::vector<std::uint8_t> forward(stages_ * static_cast<std::size_t>(problem_.microbatches), 0), backward = forward;
-    std::vector<std::size_t> ready(stages_);
-    for (std::size_t stage = 0; stage < stages_; ++stage) ready[stage] = stage;
+    std::vector<unsigned> made(stages_ * static_cast<std::size_t>(problem_.microbatches), 0);  // bit_of(kind) of each
+    std::vector<std::int32_t> ready(stages_);
+    std::iota(ready.begin(), ready.end(), 0);
     while (!ready.empty()) {
-      const std::size_t stage = ready.back();
+      const auto stage = static_cast<std::size_t>(ready.back());
       ready.pop_back();
       const Order& order = orders[stage];
       for (; position[stage] < order.size(); ++position[stage]) {
         const Op& op = order[position[stage]];
-        const std::size_t here = at(op.stage, op.microbatch);
-        const auto per_stage = static_cast<std::size_t>(problem_.microbatches);
-        if (op.kind == Kind::F) {
-          if (stage > 0 && forward[here - per_stage] == 0) break;
-          forward[here] = 1;
-          if (stage + 1 < stages_) ready.push_back(stage + 1);
-        } else if (op.kind == Kind::I) {
-          if (stage + 1 < stages_ && backward[here + per_stage] == 0) break;
-          backward[here] = 1;
-          if (stage > 0) ready.push_back(stage - 1);
+        if (is_update(op.kind)) continue;
+        bool is_ready = true;
+        for_needs(op, [&](const Row& row, std::size_t there) { is_ready = is_ready && (made[there] & row.kinds) != 0; });
+        if (!is_ready) break;
+        made[at(op.stage, op.microbatch)] |= bit_of(op.kind);
+        sequence.push_back(op);
+        for (const Column& column : rule_.meets[static_cast<std::size_t>(op.kind)]) {
+          const std::int32_t waiting = op.stage - column.offset;
+          if (column.offset != 0 && waiting >= 0 && waiting < problem_.stages) ready.push_back(waiting);
         }
-        if (!is_update(op.kind)) sequence.push_back(op);
       }
     }
     return sequence;
   }
+
+  // Calls `use(row, place)` for each need of an op, with the place of its stage and microbatch, see at().
+  template <typename Use>
+  void for_needs(const Op& op, const Use& use) const {
+    for (const Column& column : rule_.needs[static_cast<std::size_t>(op.kind)]) {
+      const std::int32_t stage = op.stage + column.offset, microbatch = op.microbatch + column.later;
+      const bool exists = stage >= 0 && stage < problem_.stages && microbatch >= 0 && microbatch < problem_.microbatches;
+      if (exists) use(column, at(stage, microbatch));
+    }
+  }
+
+  [[nodiscard]] std::vector<double>& end(Kind kind) { return ends_[static_cast<std::size_t>(kind)]; }
 
   // Says to the hosts of a home's lost workers what comes when, and by when it must be done.
   void promise(std::int32_t home, const std::vector<std::uint8_t>& lost,
@@ -146,13 +163,21 @@ class Inserter {
       if (lost[s] == 0) continue;
       const std::vector<std::int32_t>& host = host_of.at({home, stage});
       const double slack = slack_of(s);
-      double added = 0.0;  // by then the accumulator has the microbatches before
+      std::vector<double> adds(host.size());  // by when each microbatch is in its accumulator
       for (std::int32_t m = 0; m < problem_.microbatches; ++m) {
         const std::int32_t holder = host[static_cast<std::size_t>(m)];
-        const bool is_handed = problem_.hands_over && m > 0 && holder != host[static_cast<std::size_t>(m) - 1];
-        const double forward_by = forward_end_[at(stage, m)], input_grad_by = input_grad_end_[at(stage, m)];
-        const double from = is_handed ? added + problem_.hand_over : 0.0;
-        added = std::max({input_grad_by, added, from}) + problem_.cost.weight_grad[s] + (is_handed ? slack : 0.0);
+        double from = 0.0;
+        bool is_handed = false;
+        for (const std::int32_t later : handed_over_) {
+          const auto before = static_cast<std::size_t>(m + later);
+          if (before >= host.size() || holder == host[before]) continue;
+          is_handed = true;
+          from = std::max(from, adds[before] + problem_.hand_over);
+        }
+        const double forward_by = end(Kind::F)[at(stage, m)], input_grad_by = end(Kind::I)[at(stage, m)];
+        double& added = adds[static_cast<std::size_t>(m)];
+        added = std::max({input_grad_by, m > 0 ? adds[static_cast<std::size_t>(m) - 1] : 0.0, from}) +
+                problem_.cost.weight_grad[s] + (is_handed ? slack : 0.0);
         hosts.at(holder)[s].push_back({home, m, forward_by - problem_.cost.forward[s] - slack, forward_by,
                                        input_grad_by - problem_.cost.input_grad[s] - slack, input_grad_by, from,
                                        problem_.hands_over ? added : kNever});
@@ -180,12 +205,12 @@ class Inserter {
       const double ready = ready_at(op);
       const bool hosts = !worker.forwards.empty();
       if (hosts && !insert_before(worker, op, ready)) return false;
-      if (op.kind == Kind::F) {
-        if (!make_room(worker, s)) return false;
-        ++worker.held;
-        forward_end_[at(op.stage, op.microbatch)] = start(worker, op, ready, hosts);
-      } else if (op.kind == Kind::I) {
-        input_grad_end_[at(op.stage, op.microbatch)] = start(worker, op, ready, hosts);
+      if (op.kind != Kind::W) {
+        if (op.kind == Kind::F) {
+          if (!make_room(worker, s)) return false;
+          ++worker.held;
+        }
+        end(op.kind)[at(op.stage, op.microbatch)] = start(worker, op, ready, hosts);
       } else {
         worker.own.push_back(op.microbatch);
         if (worker.owed > 0.0) {
@@ -225,27 +250,29 @@ class Inserter {
                      [](const Guest* a, const Guest* b) { return a->input_grad_from < b->input_grad_from; });
   }
 
-  // The end that a home counts on for an op of its lost worker.
+  // The end that a home counts on for an op of its lost worker. W are promised to nobody in the home.
   void answer(const Op& op) {
+    if (op.kind == Kind::W) return;
     const auto s = static_cast<std::size_t>(op.stage);
-    const std::size_t here = at(op.stage, op.microbatch);
-    if (op.kind == Kind::F) {
-      const double from = s == 0 ? pace_[static_cast<std::size_t>(op.microbatch)] : ready_at(op);
-      forward_end_[here] = from + problem_.cost.forward[s] + slack_of(s);
-    } else if (op.kind == Kind::I) {
-      input_grad_end_[here] = std::max(ready_at(op), forward_end_[here]) + problem_.cost.input_grad[s] + slack_of(s);
-    }
+    const double pace = op.kind == Kind::F && s == 0 ? pace_[static_cast<std::size_t>(op.microbatch)] : 0.0;
+    end(op.kind)[at(op.stage, op.microbatch)] =
+        std::max(ready_at(op), pace) + problem_.cost.duration(op.stage, op.kind) + slack_of(s);
   }
 
+  // The time at which the needs of an op are met, given the ends of all ops before it in the sequence.
   [[nodiscard]] double ready_at(const Op& op) const {
-    const auto s = static_cast<std::size_t>(op.stage);
-    if (op.kind == Kind::F)
-      return s == 0 ? 0.0 : forward_end_[at(op.stage - 1, op.microbatch)] + problem_.cost.latency_forward[s - 1];
-    if (op.kind == Kind::I) {
-      return s + 1 == stages_ ? forward_end_[at(op.stage, op.microbatch)]
-                              : input_grad_end_[at(op.stage + 1, op.microbatch)] + problem_.cost.latency_backward[s];
-    }
-    return 0.0;  // W stands behind its I on the same worker
+    double ready = 0.0;
+    for_needs(op, [&](const Row& row, std::size_t there) {
+      for (std::size_t kind = 0; kind < ends_.size(); ++kind) {
+        if (!row.is_met_by(static_cast<Kind>(kind))) continue;
+        const auto edge = static_cast<std::size_t>(std::min(op.stage, op.stage + row.offset));
+        const double flight = row.offset < 0   ? problem_.cost.latency_forward[edge]
+                              : row.offset > 0 ? problem_.cost.latency_backward[edge]
+                                               : 0.0;
+        ready = std::max(ready, ends_[kind][there] + flight);
+      }
+    });
+    return ready;
   }
 
   double run(Worker& worker, double ready, double duration) {
@@ -359,13 +386,15 @@ class Inserter {
   }
 
   const Problem& problem_;
+  const CompiledRule rule_;                // between the ops of one replica
+  std::vector<std::int32_t> handed_over_;  // of the microbatches whose accumulators a W takes over: how much later they are
   const std::vector<std::int32_t>& memory_;
   const std::size_t stages_;
   const double slack_;
-  const Order sequence_;                              // the same of a healthy replica
-  std::map<std::int32_t, Answering> homes_;           // by replica
-  std::vector<double> forward_end_, input_grad_end_;  // per stage and microbatch, of the replica that was timed last
-  std::vector<double> pace_;                          // per microbatch: the start of the first stage's F
+  const Order sequence_;                     // the same of a healthy replica
+  std::map<std::int32_t, Answering> homes_;  // by replica
+  std::array<std::vector<double>, 2> ends_;  // of F and I, per stage and microbatch, of the replica that was timed last
+  std::vector<double> pace_;                 // per microbatch: the start of the first stage's F
   std::vector<double> reduced_ = std::vector<double>(stages_, 0.0);  // per stage: when the last replica's W have ended
   std::vector<std::vector<double>> firsts_;  // per replica that was timed, per stage: the start of the first op
   bool is_late_ = false;                     // whether a promise was not kept

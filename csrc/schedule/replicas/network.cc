@@ -40,7 +40,9 @@ void Network::connect(Node& node, const Op& op, std::int32_t worker) {
     const std::int32_t stage = op.stage + row.offset, microbatch = op.microbatch + row.later;
     if (stage < 0 || stage >= problem.stages || microbatch < 0 || !counts(row, op.stage)) continue;
     const std::size_t at = problem.index(op.replica, stage, microbatch);
-    for (const Kind kind : row.kinds) next->node = std::max(next->node, made_[static_cast<std::size_t>(kind)][at]);
+    for (std::size_t kind = 0; kind < made_.size(); ++kind) {
+      if (row.is_met_by(static_cast<Kind>(kind))) next->node = std::max(next->node, made_[kind][at]);
+    }
     if (const std::int32_t other = problem.holder[at]; other != worker) {
       if (row.when == When::Always) {
         carry(*next, stage, op.stage, other, worker);

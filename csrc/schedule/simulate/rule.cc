@@ -28,20 +28,14 @@ CompiledRule::CompiledRule(const Problem& problem) {
     for (const Row& row : problem.rule[kind]) {
       if (std::abs(row.offset) > 1) throw std::invalid_argument("a dependency points further than to a neighbouring stage");
       if (row.when != When::Always && !(changes && (row.when == When::Changing || problem.hands_over))) continue;
-      Column column{row.offset, row.later, row.when, 0, all.size()};
-      for (const Kind met_by : row.kinds) column.kinds |= bit_of(met_by);
-      const auto same = [&column](const Column& other) {
-        return other.offset == column.offset && other.later == column.later && other.when == column.when &&
-               other.kinds == column.kinds;
-      };
-      const auto found = std::find_if(all.begin(), all.end(), same);
-      needs[kind].push_back(found == all.end() ? column : *found);
-      if (found == all.end()) all.push_back(column);
+      auto found = std::find(all.begin(), all.end(), row);
+      if (found == all.end()) found = all.insert(found, {row, all.size()});
+      needs[kind].push_back(*found);
     }
   }
   for (std::size_t kind = 0; kind < meets.size(); ++kind) {
     for (const Column& column : all) {
-      if (column.kinds & bit_of(static_cast<Kind>(kind))) meets[kind].push_back(column);
+      if (column.is_met_by(static_cast<Kind>(kind))) meets[kind].push_back(column);
     }
   }
   columns = all.size();

@@ -10,13 +10,9 @@
 
 namespace adaptra::schedule {
 
-// One need of an op: the output of an op of one of `kinds`, `offset` stages further and `later` microbatches later.
-struct Column {
-  std::int32_t offset;
-  std::int32_t later;
-  When when;
-  unsigned kinds;     // bit_of(kind) of each
-  std::size_t index;  // among all columns
+// One need of an op, and its number among all columns.
+struct Column : Row {
+  std::size_t index;
 };
 
 // The distinct needs of a problem, the columns, without those that never count in it. For every kind, those that it waits for,

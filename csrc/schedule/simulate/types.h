@@ -38,9 +38,12 @@ enum class When : std::uint8_t { Always, HandedOver, Changing };
 // stages further and `later` microbatches later.
 struct Row {
   std::int32_t offset;
-  std::vector<Kind> kinds;
+  unsigned kinds;  // bit_of(kind) of each
   std::int32_t later;
   When when;
+
+  [[nodiscard]] bool is_met_by(Kind kind) const { return (kinds & bit_of(kind)) != 0; }
+  bool operator==(const Row&) const = default;
 };
 using Rule = std::array<std::vector<Row>, 4>;  // of F, I, W and B
 
