@@ -2,8 +2,7 @@
 // takes until the op's message has arrived. Without blocking, T is the op's duration and L the message's occupancy + latency.
 // Where communication blocks, the sender is held until its message arrives, so L is a part of T.
 //
-// What an op waits for is read from the rule, see Ways: the way of a microbatch from F to I, say, is the longest chain of
-// needs.
+// What an op waits for is read from the rule, see Ways. The way of a microbatch from F to I is the longest chain of needs.
 //
 // All arguments count ops: "the k-th op of this kind to run on this stage", whichever microbatch that is. So they hold for
 // every order and every placement; microbatches need not run in order.
@@ -276,15 +275,20 @@ class Bounds {
   // Link: M messages of a kind occupy an edge one after the other, between the ways to the first and from the last of them. So
   // do those of both directions that share an edge.
   void links() {
+    std::vector<std::vector<Message>> of_edge(stages_);
     for (const std::size_t op : ways_.order()) {
       for (const Need& need : ways_.needs(op)) {
-        if (stage_of(op) == stage_of(need.op)) continue;
+        const std::size_t from = rank_of(need.op), to = rank_of(op);
+        if (stage_of(need.op) == stage_of(op)) continue;
         const Message message{&need, op};
         offer(first_departure(message) + times(microbatches_, need.occupancy) + after_last(message), message);
-        if (cost_.half_duplex) shared_[std::min(stage_of(op), stage_of(need.op))].push_back(message);
+        if (cost_.half_duplex) of_edge[std::min(stage_of(need.op), stage_of(op))].push_back(message);
+        const bool turned = cost_.half_duplex && to < from;
+        if (from != to) of_link_[{turned ? to : from, turned ? from : to}].push_back(message);
       }
     }
-    for (const auto& [edge, messages] : shared_) {
+    for (const std::vector<Message>& messages : of_edge) {
+      if (messages.empty()) continue;
       double first = std::numeric_limits<double>::infinity(), last = first, busy = 0.0;
       for (const Message& message : messages) {
         first = std::min(first, first_departure(message));
@@ -292,6 +296,24 @@ class Bounds {
         busy += times(microbatches_, message.need->occupancy);
       }
       offer(first + busy + last, messages.back());
+    }
+  }
+
+  // Shared link: where ranks have several stages, messages of several edges take one link. Like a rank it is a machine whose
+  // jobs may be interrupted. A message's head is that of its op and the op, and its tail is the way that is left.
+  void shared_links(Table& head, Table& tail) {
+    for (const auto& [ends, messages] : of_link_) {
+      if (messages.size() <= (cost_.half_duplex ? 2U : 1U)) continue;
+      std::vector<Job> jobs;
+      for (const Message& message : messages) {
+        const Need& need = *message.need;
+        if (need.occupancy == 0.0 || is_weight_grad(need.op) || is_weight_grad(message.to)) continue;
+        for (std::size_t k = 0; k < microbatches_; ++k) {
+          jobs.push_back(
+              {head(need.op, k) + duration(need.op), need.occupancy, need.latency + time(message.to) + tail(message.to, k)});
+        }
+      }
+      offer(one_machine(std::move(jobs)), messages.front());
     }
   }
 
@@ -339,6 +361,7 @@ class Bounds {
     idle(head, tail);
     for (std::size_t rank = 0; rank < jobs.size(); ++rank)
       offer(one_machine(std::move(jobs[rank])), BoundKind::OneMachine, rank);
+    shared_links(head, tail);
   }
 
   [[nodiscard]] bool is_weight_grad(std::size_t op) const { return op >= w(0); }
@@ -401,8 +424,8 @@ class Bounds {
           if (is_weight_grad(need.op)) continue;
           double& met = since[ways_.number(need)];
           if (stage_of(need.op) == s) {
-            // Between the j-th op that is needed and the k-th that needs one lie all the first from j to k, and all the second
-            // from j to k - 1.
+            // The k-th op that needs one comes after all needed ones up to k, and after those before it of its own kind. The
+            // j-th needed one comes before all of these from j on.
             met = std::max(head(need.op, k), k > 0 ? met + time(need.op) + time(op) : 0.0);
             earliest = std::max(earliest, met + time(need.op));
           } else {
@@ -453,10 +476,10 @@ class Bounds {
   const std::size_t stages_, microbatches_;
   const bool blocking_;
   const Ways ways_;
-  const Numbers head_, tail_;                           // per op, the least time before and after it
-  Numbers down_;                                        // per stage, the least time between F and I
-  std::vector<std::size_t> in_flight_;                  // A, the most microbatches in flight per stage
-  std::map<std::size_t, std::vector<Message>> shared_;  // by edge
+  const Numbers head_, tail_;                                                    // per op, the least time before and after it
+  Numbers down_;                                                                 // per stage, the least time between F and I
+  std::vector<std::size_t> in_flight_;                                           // A, the most microbatches in flight per stage
+  std::map<std::pair<std::size_t, std::size_t>, std::vector<Message>> of_link_;  // by the ranks that a link joins
   Bound best_{0.0, BoundKind::Load, 0};
 };
 
