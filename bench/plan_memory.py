@@ -16,6 +16,7 @@ from _table import Row, parser, print_rows
 from adaptra.planning.least_memory import plan_least_memory
 from adaptra.planning.planner import plan
 from adaptra.simulation.case import Case
+from adaptra.simulation.case_files import load_case
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import simulate
 
@@ -96,7 +97,7 @@ def main() -> None:
     options = parser(__doc__ or "")
     options.add_argument("--random", type=int, default=20, metavar="N", help="random cases")
     given = options.parse_args()
-    known = [Case.load(path) for path in sorted(CASES.glob("*.json")) if path.stem != "L07"]
+    known = [load_case(path) for path in sorted(CASES.glob("*.json")) if path.stem != "L07"]
     free = [replace(case, cost=replace(case.cost, memory_limit=None)) for case in known]
     found = [measure(case) for case in (*uniform_cases(), *free, *map(random_case, range(given.random)))]
     print_rows(

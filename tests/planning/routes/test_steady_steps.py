@@ -22,6 +22,7 @@ from adaptra.program import Op, Program
 from adaptra.program.schedules import GENERATORS, generate
 from adaptra.program.verify import verify
 from adaptra.simulation.case import Case
+from adaptra.simulation.case_files import case_from_json, case_to_json
 from adaptra.simulation.cost import Blocking, CostModel
 from adaptra.simulation.job import pipeline_of
 from adaptra.simulation.simulate import STEPS, simulate
@@ -136,7 +137,7 @@ def test_a_plan_that_knows_of_an_update_repeats_sooner_than_one_that_does_not() 
 
 def test_updates_are_part_of_a_case_and_of_step_where_there_are_several_replicas() -> None:
     case = with_updates(3)
-    assert Case.from_json(case.to_json()) == case and "t_update" not in uneven(3).to_json()["case"]
+    assert case_from_json(case_to_json(case)) == case and "t_update" not in case_to_json(uneven(3))["case"]
     together = case.of_replicas(2, step=1.0)
     assert together.step == tuple(1.0 + one for one in case.cost.update) and not any(together.cost.update)
     with pytest.raises(CaseError, match=r"^uneven 3: t_update: expected none with several replicas, which have t_opt"):
