@@ -14,6 +14,44 @@ class Orders:
     """Op sequences outside Python, without communication ops. ``len()`` is the number of ops."""
 
     def __len__(self) -> int: ...
+    def of(self, worker: int, replica: int | None = None) -> tuple[Op, ...]:
+        """The order of a worker, its ops of ``replica`` if that is given."""
+
+    def computed(self) -> tuple[tuple[Op, ...], ...]:
+        """The orders of all workers without REDUCE and STEP."""
+
+@final
+class Problem:
+    """The ops, costs and routes of one or several replicas as plain numbers.
+
+    Args:
+        planning_case: The case.
+        holder: The worker of each microbatch on each stage of each replica, -1 for none.
+        home: The replica of each worker.
+        columns: The live workers of each stage.
+        rule: The dependency rule.
+
+    Raises:
+        ValueError: The numbers of stages or microbatches don't fit together, or the rule is not of compute ops.
+    """
+
+    def __init__(
+        self,
+        planning_case: Case,
+        holder: Sequence[int],
+        home: Sequence[int],
+        columns: Sequence[Sequence[int]],
+        rule: Mapping[Kind, Sequence[Row]],
+    ) -> None: ...
+    @staticmethod
+    def of_pipeline(owner: Case | Program, cost: CostModel, rule: Mapping[Kind, Sequence[Row]]) -> Problem:
+        """Return the problem of one replica with ``owner``'s placement and microbatches.
+
+        A STEP takes the time of ``CostModel.update``. Without STEPs in an order, a worker spends it after its last op.
+
+        Raises:
+            ValueError: The placement and the cost model have different numbers of stages.
+        """
 
 @final
 class Simulated:
@@ -51,124 +89,83 @@ def to_orders(orders: tuple[tuple[Op, ...], ...]) -> Orders:
         ValueError: A stage, replica or microbatch is negative or too large.
     """
 
-def pipeline_job(program: Program, cost: CostModel, rule: Mapping[Kind, Sequence[Row]]) -> Job:
-    """Return the job of one replica with ``program``'s placement and microbatches, whose REDUCE and STEP take no time.
-
-    Raises:
-        ValueError: The program and the cost model have different numbers of stages.
-    """
-
-def simulate(job: Job, orders: Orders, steps: int, times: bool = True) -> Simulated:
+def simulate(problem: Problem, orders: Orders, steps: int, times: bool = True) -> Simulated:
     """Simulate so many steps in a row. Releases the interpreter lock.
 
     Without ``times`` the result has the makespan and the period alone.
 
     Raises:
-        ValueError: There is no step, or needs of the job's rule span more than neighbouring stages.
+        ValueError: There is no step, or needs of the problem's rule span more than neighbouring stages.
     """
 
 def peaks(cost: CostModel, orders: Orders) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Return the most microbatches in flight per stage on one worker, and the most memory held per worker."""
 
-def search_period_of(
-    planning_case: Case,
+def search_period(
+    problem: Problem,
+    memory: Sequence[int] | None,
     effort: int,
     seed: int,
     seconds: float | None,
-    rule: Mapping[Kind, Sequence[Row]],
     enough: float,
     start: Orders | None = None,
-) -> tuple[float, tuple[tuple[Op, ...], ...]] | None:
-    """Search the orders of one pipeline with the shortest period within its memory limits; None if none was found.
-
-    Args:
-        planning_case: The case.
-        effort, seed, seconds, enough: As of :func:`search_period`.
-        rule: The dependency rule.
-        start: F, I and W of each rank, tried first and made to fit the memory.
-
-    Raises:
-        ValueError: Edges are half duplex, communication blocks, or the start is not of this case.
-    """
-
-@final
-class Job:
-    """The numbers of a job of several replicas. ``durations`` are those of F, I, W, STEP and REDUCE, each one per stage.
-
-    ``latency`` and ``occupancy`` are those forward and backward, each one per edge.
-    """
-
-    def __init__(
-        self,
-        *,
-        replicas: int,
-        microbatches: int,
-        durations: Sequence[Sequence[float]],
-        slow: Sequence[float],
-        port: Sequence[float],
-        latency: Sequence[Sequence[float]],
-        occupancy: Sequence[Sequence[float]],
-        links: Sequence[tuple[int, int, float, float]],
-        hand_over: float,
-        hands_over: bool,
-        half_duplex: bool,
-        blocking: str,
-        changing: Sequence[bool],
-        barrier: bool,
-        holder: Sequence[int],
-        home: Sequence[int],
-        columns: Sequence[Sequence[int]],
-        rule: Mapping[Kind, Sequence[Row]],
-    ) -> None: ...
-
-def search_period(
-    job: Job, memory: Sequence[int], effort: int, seed: int, seconds: float | None, enough: float
-) -> tuple[float, list[bytes]] | None:
+) -> tuple[float, Orders] | None:
     """Search for the orders of all workers with the shortest period, and return it with them.
 
     Releases the interpreter lock. None if every try ended in a deadlock, which only memory limits cause.
+
+    Args:
+        problem: The problem.
+        memory: The most microbatches that each worker holds; None for the limits of the cost model.
+        effort: About how many ops to schedule.
+        seed: Seed of all random choices.
+        seconds: Time limit of the search, or None.
+        enough: The period at which the search ends.
+        start: F, I and W of each worker, tried first and made to fit the memory.
+
+    Raises:
+        ValueError: Edges are half duplex, communication blocks, or the start is not of this problem.
     """
 
 def insert_foreign(
-    pipeline: Job,
-    orders: Sequence[bytes],
-    homes: Sequence[tuple[int, Sequence[bytes]]],
+    pipeline: Problem,
+    orders: Orders,
+    homes: Sequence[tuple[int, Orders]],
     foreign: Sequence[tuple[int, int, int, int]],
     memory: Sequence[int],
     slack: float,
-) -> tuple[float, list[tuple[int, int, bytes]]] | None:
+) -> tuple[float, list[tuple[int, int]], Orders] | None:
     """Insert microbatches of lost workers into the orders of one healthy replica.
 
     Releases the interpreter lock. ``homes`` has the replicas with lost workers and their orders, ``foreign`` tuples of home,
-    stage, microbatch and host. Returns the most that steps are
-    apart, and of each worker that hosts its replica, stage and order; None if memory or times allow none.
+    stage, microbatch and host. Returns the most that steps are apart, the replica and stage of each worker that hosts, and
+    their orders. Returns None if memory or times allow none.
 
     Raises:
-        ValueError: An op of ``orders`` is misplaced or missing.
+        ValueError: An op of the orders is misplaced or missing.
     """
 
-def lower_bound(planning_case: Case) -> tuple[float, str, int]:
+def lower_bound(problem: Problem) -> tuple[float, str, int]:
     """Return the greatest lower bound: its value, its name, and the stage, edge or rank that causes it."""
 
 def search_orders(
-    planning_case: Case,
+    problem: Problem,
     in_flight: Sequence[int],
     warm_ups: Sequence[Sequence[int]],
     alternations: Sequence[tuple[Sequence[int], Sequence[int]]],
     effort: int,
     seed: int,
     seconds: float | None,
-    rule: Mapping[Kind, Sequence[Row]],
     enough: float = 0.0,
     start: Orders | None = None,
-) -> tuple[float, tuple[tuple[Op, ...], ...]] | None:
-    """Search for the orders of a case with the shortest makespan.
+) -> tuple[float, Orders] | None:
+    """Search for the orders of one pipeline with the shortest makespan.
 
     Releases the interpreter lock during the search. Even if stopped early, it continues until it has orders or has tried all
     starting points.
 
     Args:
-        planning_case: Times, memory, placement and microbatches. ``memory_limit`` is observed.
+        problem: Times, memory, placement and microbatches. ``memory_limit`` is observed.
         in_flight: The most microbatches in flight per stage.
         warm_ups: Warm-up counts to start from, each with one number per stage, at least 1.
         alternations: (warm-up, number of microbatches by which W is deferred) per stage. The result is never worse than any of
@@ -176,28 +173,24 @@ def search_orders(
         effort: The approximate number of ops to dispatch and simulate.
         seed: Seed of all random choices.
         seconds: Time limit of the search, or None.
-        rule: The dependency rule.
         enough: Makespan at which the search ends; 0 to find the shortest.
-        start: Orders of the case, made to fit its memory and tried first.
+        start: Orders of the pipeline, made to fit its memory and tried first.
 
     Returns:
         The makespan and the orders, rank by rank, or None if nothing was found within the limits.
 
     Raises:
-        ValueError: The numbers per stage are not as many as the case has stages.
+        ValueError: The numbers per stage are not as many as the pipeline has stages.
     """
 
-def spare_memory(
-    planning_case: Case, orders: Orders, at_most: float, effort: int, rule: Mapping[Kind, Sequence[Row]], steps: int = 1
-) -> tuple[tuple[Op, ...], ...]:
+def spare_memory(problem: Problem, orders: Orders, at_most: float, effort: int, steps: int = 1) -> Orders:
     """Find orders of F, I and W within a time that need less memory, and on no rank more. Releases the interpreter lock.
 
     Args:
-        planning_case: Times, memory, placement and microbatches. ``memory_limit`` is not used.
-        orders: Orders of this case, each kind in microbatch order.
+        problem: Times, memory, placement and microbatches. ``memory_limit`` is not used.
+        orders: Orders of this pipeline, each kind in microbatch order.
         at_most: The longest makespan, or period.
         effort: The number of ops to simulate.
-        rule: The dependency rule.
         steps: 1 for the makespan; else the period over so many steps in a row.
     """
 

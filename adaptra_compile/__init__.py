@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from adaptra.runtime.telemetry.log import JsonFormatter
     from adaptra.runtime.telemetry.options import Telemetry
     from adaptra.simulation.case import Case
+    from adaptra.simulation.case_files import load_case
     from adaptra.simulation.cost import CostModel
 
 __version__: Final = "0.1.0"
@@ -39,6 +40,7 @@ __all__ = [
     "TrainingState",
     "compile",
     "generate",
+    "load_case",
 ]
 
 _HOMES: Final = {
@@ -57,6 +59,7 @@ _HOMES: Final = {
     "TrainingState": "adaptra.frontend.checkpoint_state",
     "compile": "adaptra.frontend.api",
     "generate": "adaptra.program.schedules",
+    "load_case": "adaptra.simulation.case_files",
 }
 
 

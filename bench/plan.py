@@ -22,6 +22,7 @@ from _table import Row, parser, print_rows
 
 from adaptra.planning.planner import plan
 from adaptra.simulation.case import Case
+from adaptra.simulation.case_files import load_case
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
 
@@ -64,7 +65,7 @@ class Grown:
 def plan_cases(paths: list[Path], budgets: list[float], seed: int) -> Iterator[Planned]:
     """Plan every case with every budget, in seconds."""
     for path in paths:
-        case, known = Case.load(path), json.loads(path.read_text())
+        case, known = load_case(path), json.loads(path.read_text())
         bound = lower_bound(case)
         for budget in budgets:
             began = time.perf_counter()

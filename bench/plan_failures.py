@@ -36,6 +36,7 @@ from adaptra.planning.routes.measured_jobs import UpdateSeconds, measured_case
 from adaptra.planning.routes.period_bound import flow_bound, period_bound
 from adaptra.program import Program
 from adaptra.simulation.case import Case, WorkerLink
+from adaptra.simulation.case_files import case_to_json
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import simulate
 
@@ -300,7 +301,7 @@ def judged_rows(judge: str, count: int) -> Iterator[Row]:
             case = random_case(seed)
             case = replace(case, cost=replace(case.cost, latency_backward=case.cost.latency_forward))
             program = random_job_program(case, seed)
-            fields = {name: value for name, value in case.to_json().items() if name in _JUDGED}
+            fields = {name: value for name, value in case_to_json(case).items() if name in _JUDGED}
             files[0].write_text(json.dumps(fields | {"c": (*case.cost.latency_forward, 0.0)[0]}))
             files[1].write_text(str(program))
             shown = subprocess.run(

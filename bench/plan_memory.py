@@ -18,6 +18,7 @@ from adaptra.planning.least_memory import plan_least_memory
 from adaptra.planning.routes.steady_steps import PERIOD
 from adaptra.planning.timing import MAKESPAN, StepTiming
 from adaptra.simulation.case import Case
+from adaptra.simulation.case_files import load_case
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import simulate
 
@@ -102,7 +103,7 @@ def main() -> None:
     options.add_argument("--barrier", action="store_true", help="ranks meet between steps, so the makespan counts")
     given = options.parse_args()
     timing = MAKESPAN if given.barrier else PERIOD
-    known = [Case.load(path) for path in sorted(CASES.glob("*.json")) if path.stem != "L07"]
+    known = [load_case(path) for path in sorted(CASES.glob("*.json")) if path.stem != "L07"]
     free = [replace(case, cost=replace(case.cost, memory_limit=None)) for case in known]
     found = [measure(case, timing) for case in (*uniform_cases(), *free, *map(random_case, range(given.random)))]
     print_rows(

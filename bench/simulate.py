@@ -16,9 +16,9 @@ from _table import Row, median_seconds, parser, print_rows
 
 from adaptra import _C
 from adaptra.program import Kind, Program
-from adaptra.program.dependencies import RULE
 from adaptra.program.schedules import generate
 from adaptra.simulation.cost import CostModel
+from adaptra.simulation.job import pipeline_of
 from adaptra.simulation.simulate import simulate
 
 SIZES = [(4, 8), (8, 32), (16, 64), (32, 256), (64, 512), (256, 2048)]
@@ -86,10 +86,10 @@ def measure(runs: int) -> Iterator[Row]:
             if simulate_in_python(program, cost) != simulate(program, cost).makespan:
                 raise AssertionError(f"{size}: the baseline finds another makespan")
             baseline = 1e3 * median_seconds(min(runs, 3), lambda p=program, c=cost: simulate_in_python(p, c))
-        orders, job = _C.to_orders(program.orders), _C.pipeline_job(program, cost, RULE)
+        orders, problem = _C.to_orders(program.orders), pipeline_of(program, cost)
         whole = median_seconds(runs, lambda p=program, c=cost: simulate(p, c))
         converted = median_seconds(runs, lambda p=program: _C.to_orders(p.orders))
-        simulated = median_seconds(runs, lambda j=job, o=orders: _C.simulate(j, o, 1))
+        simulated = median_seconds(runs, lambda p=problem, o=orders: _C.simulate(p, o, 1))
         yield Row(f"{size}: whole call", 1e3 * whole, baseline, "ms", runs)
         yield Row(f"{size}: converted", 1e3 * converted, None, "ms", runs)
         yield Row(f"{size}: simulated", 1e3 * simulated, None, "ms", runs)

@@ -1,6 +1,7 @@
 // The extension adaptra._C. Only the files bindings*.cc know nanobind. Each concern has one bind_… function. How
-// Python's Program, CostModel and RULE become plain numbers is written once, at the top.
+// Python's Program, Case and RULE become plain numbers is written once, at the top.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
@@ -21,14 +22,15 @@
 
 #include "bindings_delegate.h"
 #include "bindings_liveness.h"
-#include "bindings_replicas.h"
 #include "schedule/bounds/bounds.h"
-#include "schedule/replicas/one_pipeline.h"
+#include "schedule/replicas/insert_foreign.h"
+#include "schedule/replicas/network.h"
+#include "schedule/replicas/search_period.h"
 #include "schedule/search/search_orders.h"
 #include "schedule/search/spare_memory.h"
 #include "schedule/simulate/orders.h"
+#include "schedule/simulate/problem.h"
 #include "schedule/simulate/simulator.h"
-#include "schedule/simulate/types.h"
 
 namespace nb = nanobind;
 namespace schedule = adaptra::schedule;
@@ -45,7 +47,7 @@ class Kinds {
   }
 
   // False for communication kinds.
-  bool find(PyObject* member, schedule::JobKind& kind) const {
+  bool find(PyObject* member, schedule::Kind& kind) const {
     for (const auto& [name, value] : kNames) {
       if (members_[static_cast<std::size_t>(value)].ptr() == member) {
         kind = value;
@@ -58,10 +60,10 @@ class Kinds {
   [[nodiscard]] nb::handle member(schedule::Kind kind) const { return members_[static_cast<std::size_t>(kind)]; }
 
  private:
-  using Kind = schedule::JobKind;
-  static constexpr std::array<std::pair<const char*, Kind>, schedule::kJobKinds> kNames = {
+  using Kind = schedule::Kind;
+  static constexpr std::array<std::pair<const char*, Kind>, schedule::kKinds> kNames = {
       {{"F", Kind::F}, {"I", Kind::I}, {"W", Kind::W}, {"B", Kind::B}, {"REDUCE", Kind::Reduce}, {"STEP", Kind::Step}}};
-  std::array<nb::object, schedule::kJobKinds> members_;
+  std::array<nb::object, schedule::kKinds> members_;
 };
 
 std::int32_t to_index(PyObject* value) {
@@ -96,76 +98,30 @@ class Slot {
   Py_ssize_t offset_;
 };
 
+// Orders outside Python, so that converting and simulating are two calls, timed apart.
+struct Orders {
+  std::vector<schedule::Order> orders;
+};
+
 // adaptra.program.Program.orders without communication ops.
-std::vector<schedule::JobOrder> to_orders(const nb::tuple& orders) {
+Orders to_orders(const nb::tuple& orders) {
   const Kinds kinds;
   const nb::object op_type = nb::module_::import_("adaptra.program").attr("Op");
   const Slot stage(op_type, "stage"), kind_slot(op_type, "kind"), microbatch(op_type, "microbatch"),
       replica(op_type, "replica");
-  std::vector<schedule::JobOrder> converted;
-  converted.reserve(orders.size());
+  Orders converted;
+  converted.orders.reserve(orders.size());
   for (const nb::handle item : orders) {
-    schedule::JobOrder& ops = converted.emplace_back();
+    schedule::Order& ops = converted.orders.emplace_back();
     ops.reserve(nb::len(item));
     for (const nb::handle op : item) {
       if (!op.type().is(op_type)) throw std::invalid_argument("orders: expected ops");
-      schedule::JobKind kind;
+      schedule::Kind kind;
       if (!kinds.find(kind_slot.of(op), kind)) continue;
       ops.push_back({to_index(replica.of(op)), to_index(stage.of(op)), kind, to_index(microbatch.of(op))});
     }
   }
   return converted;
-}
-
-// The compute ops of one pipeline alone.
-std::vector<schedule::Order> of_pipeline(const std::vector<schedule::JobOrder>& orders) {
-  std::vector<schedule::Order> found(orders.size());
-  for (std::size_t rank = 0; rank < orders.size(); ++rank) {
-    found[rank].reserve(orders[rank].size());
-    for (const schedule::JobOp& op : orders[rank]) {
-      if (op.kind == schedule::JobKind::Reduce || op.kind == schedule::JobKind::Step) continue;
-      found[rank].push_back({op.stage, static_cast<schedule::Kind>(op.kind), op.microbatch});
-    }
-  }
-  return found;
-}
-
-std::vector<double> numbers(nb::handle object, const char* name) {
-  return nb::cast<std::vector<double>>(nb::getattr(object, name));
-}
-
-// adaptra.simulation.cost.CostModel.
-schedule::Cost to_cost(nb::handle model) {
-  schedule::Cost cost;
-  cost.forward = numbers(model, "forward");
-  cost.input_grad = numbers(model, "input_grad");
-  cost.weight_grad = numbers(model, "weight_grad");
-  cost.latency_forward = numbers(model, "latency_forward");
-  cost.latency_backward = numbers(model, "latency_backward");
-  cost.occupancy_forward = numbers(model, "occupancy_forward");
-  cost.occupancy_backward = numbers(model, "occupancy_backward");
-  cost.half_duplex = nb::cast<bool>(nb::getattr(model, "half_duplex"));
-  cost.blocking = to_blocking(nb::cast<std::string>(nb::getattr(nb::getattr(model, "blocking"), "value")));
-  cost.memory_forward = numbers(model, "memory_forward");
-  cost.memory_input_grad = numbers(model, "memory_input_grad");
-  const nb::object limit = nb::getattr(model, "memory_limit");
-  if (!limit.is_none()) cost.memory_limit = nb::cast<std::vector<double>>(limit);
-  cost.update = numbers(model, "update");
-  return cost;
-}
-
-// `owner` is an adaptra.program.Program or an adaptra.simulation.case.Case: both have a placement and microbatches.
-schedule::Problem to_problem(nb::handle owner, nb::handle model, schedule::JobRule rule) {
-  schedule::Problem problem;
-  problem.rule = std::move(rule);
-  problem.cost = to_cost(model);
-  problem.microbatches = nb::cast<std::int32_t>(nb::getattr(owner, "microbatches"));
-  problem.placement = nb::cast<std::vector<std::int32_t>>(nb::getattr(owner, "placement"));
-  if (problem.placement.size() != problem.cost.forward.size()) {
-    throw std::invalid_argument("the placement and the cost model have different numbers of stages");
-  }
-  for (const std::int32_t rank : problem.placement) problem.ranks = std::max(problem.ranks, rank + 1);
-  return problem;
 }
 
 // Keeps Python from collecting garbage. Many objects made at once would start a collection through all the objects of torch.
@@ -182,44 +138,148 @@ class WithoutCollecting {
   const bool was_enabled_ = PyGC_Disable() != 0;
 };
 
-// Makes adaptra.program.Program.orders: makes each Op and fills its slots directly. Its constructor has nothing to check, yet
-// takes ten times as long, a tenth of a second for 100,000 ops. An Op refers to nothing that refers to it, so Python need not
-// look for garbage among them.
-nb::tuple to_python(const std::vector<schedule::Order>& orders, std::int32_t microbatches) {
-  const WithoutCollecting guard;
-  const Kinds kinds;
-  const nb::object op_type = nb::module_::import_("adaptra.program").attr("Op");
-  auto* const type = reinterpret_cast<PyTypeObject*>(op_type.ptr());
-  const auto allocate = reinterpret_cast<allocfunc>(PyType_GetSlot(type, Py_tp_alloc));
-  const Slot stage(op_type, "stage"), kind(op_type, "kind"), number(op_type, "microbatch"), lane(op_type, "lane");
-  const Slot replica(op_type, "replica");
-  const nb::int_ first(0);  // one pipeline is a job of one replica
-  std::vector<nb::int_> numbers;
-  for (std::int32_t microbatch = 0; microbatch < microbatches; ++microbatch) numbers.emplace_back(microbatch);
-  const auto converted = nb::steal<nb::tuple>(PyTuple_New(static_cast<Py_ssize_t>(orders.size())));
-  if (!converted.is_valid()) throw nb::python_error();
-  for (std::size_t rank = 0; rank < orders.size(); ++rank) {
-    const schedule::Order& order = orders[rank];
-    PyObject* const ops = PyTuple_New(static_cast<Py_ssize_t>(order.size()));
-    if (ops == nullptr) throw nb::python_error();
-    PyTuple_SET_ITEM(converted.ptr(), static_cast<Py_ssize_t>(rank), ops);
-    nb::int_ at(0);
-    std::int32_t at_stage = 0;
-    for (std::size_t index = 0; index < order.size(); ++index) {
-      const schedule::Op& op = order[index];
-      if (op.stage != at_stage) at = nb::int_(at_stage = op.stage);
-      PyObject* const made = allocate(type, 0);
+// Makes Python's ops: makes each Op and fills its slots directly. Its constructor has nothing to check, yet takes ten times as
+// long, a tenth of a second for 100,000 ops. An Op refers to nothing that refers to it, so Python need not look for garbage
+// among them.
+class OpMaker {
+ public:
+  // The ops of an order, all of one replica if that is given; without Reduce and Step if `computed`.
+  nb::tuple make(const schedule::Order& order, std::optional<std::int32_t> replica, bool computed) {
+    const auto count =
+        computed ? std::count_if(order.begin(), order.end(), [](const auto& op) { return !schedule::is_update(op.kind); })
+                 : static_cast<std::ptrdiff_t>(order.size());
+    const auto ops = nb::steal<nb::tuple>(PyTuple_New(count));
+    if (!ops.is_valid()) throw nb::python_error();
+    Py_ssize_t index = 0;
+    for (const schedule::Op& op : order) {
+      if (computed && schedule::is_update(op.kind)) continue;
+      PyObject* const made = allocate_(reinterpret_cast<PyTypeObject*>(type_.ptr()), 0);
       if (made == nullptr) throw nb::python_error();
-      PyTuple_SET_ITEM(ops, static_cast<Py_ssize_t>(index), made);
+      PyTuple_SET_ITEM(ops.ptr(), index++, made);
       PyObject_GC_UnTrack(made);
-      stage.fill(made, at);
-      kind.fill(made, kinds.member(op.kind));
-      number.fill(made, numbers[static_cast<std::size_t>(op.microbatch)]);
-      lane.fill(made, nb::none());
-      replica.fill(made, first);
+      stage_.fill(made, number(op.stage));
+      kind_.fill(made, kinds_.member(op.kind));
+      microbatch_.fill(made, number(op.microbatch));
+      lane_.fill(made, nb::none());
+      replica_.fill(made, number(replica.value_or(op.replica)));
     }
+    return ops;
   }
-  return converted;
+
+ private:
+  nb::handle number(std::int32_t value) {
+    const auto index = static_cast<std::size_t>(value);
+    while (numbers_.size() <= index) numbers_.emplace_back(numbers_.size());
+    return numbers_[index];
+  }
+
+  const WithoutCollecting guard_;
+  const Kinds kinds_;
+  const nb::object type_ = nb::module_::import_("adaptra.program").attr("Op");
+  const allocfunc allocate_ =
+      reinterpret_cast<allocfunc>(PyType_GetSlot(reinterpret_cast<PyTypeObject*>(type_.ptr()), Py_tp_alloc));
+  const Slot stage_{type_, "stage"}, kind_{type_, "kind"}, microbatch_{type_, "microbatch"}, lane_{type_, "lane"},
+      replica_{type_, "replica"};
+  std::vector<nb::int_> numbers_;
+};
+
+std::vector<double> numbers(nb::handle object, const char* name) {
+  return nb::cast<std::vector<double>>(nb::getattr(object, name));
+}
+
+// adaptra.simulation.cost.CostModel.
+schedule::Cost to_cost(nb::handle model) {
+  schedule::Cost cost;
+  cost.forward = numbers(model, "forward");
+  cost.input_grad = numbers(model, "input_grad");
+  cost.weight_grad = numbers(model, "weight_grad");
+  cost.step = numbers(model, "update");
+  cost.reduce.assign(cost.step.size(), 0.0);
+  cost.latency_forward = numbers(model, "latency_forward");
+  cost.latency_backward = numbers(model, "latency_backward");
+  cost.occupancy_forward = numbers(model, "occupancy_forward");
+  cost.occupancy_backward = numbers(model, "occupancy_backward");
+  cost.half_duplex = nb::cast<bool>(nb::getattr(model, "half_duplex"));
+  const auto blocking = nb::cast<std::string>(nb::getattr(nb::getattr(model, "blocking"), "value"));
+  cost.blocking = blocking == "none"   ? schedule::Blocking::None
+                  : blocking == "send" ? schedule::Blocking::Send
+                                       : schedule::Blocking::Both;
+  cost.memory_forward = numbers(model, "memory_forward");
+  cost.memory_input_grad = numbers(model, "memory_input_grad");
+  const nb::object limit = nb::getattr(model, "memory_limit");
+  if (!limit.is_none()) cost.memory_limit = nb::cast<std::vector<double>>(limit);
+  return cost;
+}
+
+// adaptra.program.dependencies.RULE without the rows of messages.
+schedule::Rule to_rule(const nb::dict& table) {
+  const Kinds kinds;
+  const nb::object when = nb::module_::import_("adaptra.program.dependencies").attr("When");
+  const std::array<nb::object, 3> whens = {when.attr("ALWAYS"), when.attr("HANDED_OVER"), when.attr("CHANGING")};
+  schedule::Rule rule;
+  for (std::size_t kind = 0; kind < rule.size(); ++kind) {
+    for (const nb::handle given : nb::cast<nb::tuple>(table[kinds.member(static_cast<schedule::Kind>(kind))])) {
+      const auto fields = nb::cast<nb::tuple>(given);  // a named tuple: offset, kinds, later, when
+      schedule::Row row{nb::cast<std::int32_t>(fields[0]), 0, nb::cast<std::int32_t>(fields[2]), schedule::When::Always};
+      for (const nb::handle met_by : nb::cast<nb::tuple>(fields[1])) {
+        schedule::Kind found;
+        if (!kinds.find(met_by.ptr(), found) || schedule::is_update(found))
+          throw std::invalid_argument("rule: expected rows of compute ops, met by compute ops");
+        row.kinds |= schedule::bit_of(found);
+      }
+      while (!whens.at(static_cast<std::size_t>(row.when)).is(fields[3]))
+        row.when = static_cast<schedule::When>(static_cast<int>(row.when) + 1);
+      rule[kind].push_back(row);
+    }
+    if (rule[kind].size() > schedule::kMostNeeds) throw std::invalid_argument("rule: too many rows of a kind");
+  }
+  return rule;
+}
+
+// `owner` is an adaptra.program.Program or an adaptra.simulation.case.Case: both have a placement and microbatches.
+schedule::Problem to_pipeline(nb::handle owner, nb::handle model, const nb::dict& rule) {
+  schedule::Cost cost = to_cost(model);
+  auto placement = nb::cast<std::vector<std::int32_t>>(nb::getattr(owner, "placement"));
+  if (placement.size() != cost.forward.size())
+    throw std::invalid_argument("the placement and the cost model have different numbers of stages");
+  const auto microbatches = nb::cast<std::int32_t>(nb::getattr(owner, "microbatches"));
+  return schedule::pipeline_of(to_rule(rule), std::move(cost), microbatches, std::move(placement));
+}
+
+// adaptra.simulation.case.Case with a routing: the holder of each (replica, stage, microbatch), the replica of each worker, and
+// the live workers of each stage.
+schedule::Problem to_problem(nb::handle planning_case, std::vector<std::int32_t> holder, std::vector<std::int32_t> home,
+                             std::vector<std::vector<std::int32_t>> columns, const nb::dict& rule) {
+  schedule::Problem problem = to_pipeline(planning_case, planning_case.attr("cost"), rule);
+  problem.replicas = nb::cast<std::int32_t>(planning_case.attr("replicas"));
+  problem.workers = static_cast<std::int32_t>(home.size());
+  problem.holder = std::move(holder);
+  problem.home = std::move(home);
+  problem.columns = std::move(columns);
+  problem.cost.step = numbers(planning_case, "step");
+  problem.cost.reduce = numbers(planning_case, "reduce");
+  const auto per_worker = [&](const char* name, double otherwise) {
+    std::vector<double> found(problem.home.size(), otherwise);
+    for (const nb::handle item : planning_case.attr(name).attr("items")()) {
+      const auto worker = nb::cast<std::size_t>(item[0]);
+      if (worker < found.size()) found[worker] = nb::cast<double>(item[1]);
+    }
+    return found;
+  };
+  problem.slow = per_worker("slow", 1.0);
+  problem.port = per_worker("ports", 0.0);
+  for (const nb::handle item : planning_case.attr("links").attr("items")()) {
+    const nb::handle link = item[1];
+    problem.links.push_back({nb::cast<std::int32_t>(item[0][0]), nb::cast<std::int32_t>(item[0][1]),
+                             nb::cast<double>(link.attr("latency")), nb::cast<double>(link.attr("occupancy"))});
+  }
+  problem.hand_over = nb::cast<double>(planning_case.attr("hand_over"));
+  problem.hands_over = nb::cast<bool>(planning_case.attr("hands_over"));
+  for (const nb::handle stage : planning_case.attr("changing")) problem.changing.at(nb::cast<std::size_t>(stage)) = 1;
+  problem.barrier = nb::cast<bool>(planning_case.attr("barrier"));
+  if (problem.holder.size() != problem.index(problem.replicas, 0, 0))
+    throw std::invalid_argument("holder: expected one worker per microbatch");
+  return problem;
 }
 
 template <typename Value>
@@ -233,11 +293,6 @@ template <typename Record>
 nb::bytes to_bytes(const std::vector<Record>& records) {
   return nb::bytes(records.data(), records.size() * sizeof(Record));
 }
-
-// Orders converted from Python, so that converting and simulating are two calls, timed apart.
-struct Orders {
-  std::vector<schedule::JobOrder> orders;
-};
 
 void bind_simulation(nb::module_& m) {
   using schedule::Simulated;
@@ -253,30 +308,42 @@ void bind_simulation(nb::module_& m) {
           nb::arg("worker"))
       .def("messages", [](const Simulated& self) { return to_bytes(self.messages); });
 
-  nb::class_<Orders>(m, "Orders").def("__len__", [](const Orders& self) {
-    std::size_t ops = 0;
-    for (const schedule::JobOrder& order : self.orders) ops += order.size();
-    return ops;
-  });
+  nb::class_<Orders>(m, "Orders")
+      .def("__len__",
+           [](const Orders& self) {
+             std::size_t ops = 0;
+             for (const schedule::Order& order : self.orders) ops += order.size();
+             return ops;
+           })
+      .def(
+          "of",
+          [](const Orders& self, std::size_t worker, std::optional<std::int32_t> replica) {
+            return OpMaker().make(self.orders.at(worker), replica, false);
+          },
+          nb::arg("worker"), nb::arg("replica") = nb::none())
+      .def("computed", [](const Orders& self) {
+        OpMaker maker;
+        nb::list orders;
+        for (const schedule::Order& order : self.orders) orders.append(maker.make(order, {}, true));
+        return nb::tuple(orders);
+      });
+  nb::class_<schedule::Problem>(m, "Problem")
+      .def(nb::new_(&to_problem), nb::arg("planning_case"), nb::arg("holder"), nb::arg("home"), nb::arg("columns"),
+           nb::arg("rule"))
+      .def_static("of_pipeline", &to_pipeline, nb::arg("owner"), nb::arg("cost"), nb::arg("rule"));
 
-  m.def("to_orders", [](const nb::tuple& orders) { return Orders{to_orders(orders)}; }, nb::arg("orders"));
-  m.def(
-      "pipeline_job",
-      [](nb::handle program, nb::handle cost, const nb::dict& rule) {
-        return schedule::job_of(to_problem(program, cost, to_job_rule(rule)));
-      },
-      nb::arg("program"), nb::arg("cost"), nb::arg("rule"));
+  m.def("to_orders", &to_orders, nb::arg("orders"));
   m.def(
       "simulate",
-      [](const schedule::Job& job, const Orders& converted, std::int32_t steps, bool times) {
+      [](const schedule::Problem& problem, const Orders& converted, std::int32_t steps, bool times) {
         if (steps < 1) throw std::invalid_argument("expected at least one step");
         const nb::gil_scoped_release release;
-        const schedule::Contents contents = schedule::contents_of(job, converted.orders);
+        const schedule::Contents contents = schedule::contents_of(problem, converted.orders);
         if (contents < (steps == 1 ? schedule::Contents::Partial : schedule::Contents::Forwards)) return Simulated{};
-        return schedule::Simulator(job, steps)
+        return schedule::Simulator(problem, steps)
             .run(converted.orders, times ? schedule::Detail::Times : schedule::Detail::Summary);
       },
-      nb::arg("job"), nb::arg("orders"), nb::arg("steps"), nb::arg("times") = true);
+      nb::arg("problem"), nb::arg("orders"), nb::arg("steps"), nb::arg("times") = true);
   m.def(
       "peaks",
       [](nb::handle cost, const Orders& converted) {
@@ -303,8 +370,7 @@ const char* name_of(schedule::BoundKind kind) {
 void bind_bounds(nb::module_& m) {
   m.def(
       "lower_bound",
-      [](nb::handle planning_case) {
-        const schedule::Problem problem = to_problem(planning_case, nb::getattr(planning_case, "cost"), {});
+      [](const schedule::Problem& problem) {
         schedule::Bound bound;
         {
           const nb::gil_scoped_release release;
@@ -312,7 +378,7 @@ void bind_bounds(nb::module_& m) {
         }
         return nb::make_tuple(bound.value, name_of(bound.kind), bound.where);
       },
-      nb::arg("planning_case"));
+      nb::arg("problem"));
 }
 
 using Clock = std::chrono::steady_clock;
@@ -330,15 +396,24 @@ class Deadline {
   std::optional<Clock::time_point> at_;
 };
 
+// A plan, or None.
+nb::object to_python(std::optional<schedule::Plan> plan) {
+  return plan ? nb::object(nb::make_tuple(plan->time, Orders{std::move(plan->orders)})) : nb::none();
+}
+
+// Refuses what the searches do not expect, since they look up by these numbers. The verifier says more.
+void check(const schedule::Problem& problem, const Orders& orders) {
+  if (schedule::contents_of(problem, orders.orders) != schedule::Contents::Whole)
+    throw std::invalid_argument("orders: expected all ops of the case, once each, on their workers");
+}
+
 void bind_search(nb::module_& m) {
   m.def(
       "search_orders",
-      [](nb::handle planning_case, const std::vector<std::int32_t>& in_flight,
+      [](const schedule::Problem& problem, const std::vector<std::int32_t>& in_flight,
          const std::vector<std::vector<std::int32_t>>& warm_ups,
          const std::vector<std::pair<std::vector<std::int32_t>, std::vector<std::int32_t>>>& alternations, std::int64_t effort,
-         std::uint64_t seed, std::optional<double> seconds, const nb::dict& rule, double enough,
-         const Orders* start) -> nb::object {
-        const schedule::Problem problem = to_problem(planning_case, nb::getattr(planning_case, "cost"), to_job_rule(rule));
+         std::uint64_t seed, std::optional<double> seconds, double enough, const Orders* start) {
         const auto one_per_stage = [&](const std::vector<std::int32_t>& counts) {
           if (counts.size() != problem.placement.size()) throw std::invalid_argument("expected one number per stage");
         };
@@ -350,61 +425,79 @@ void bind_search(nb::module_& m) {
         }
         schedule::SearchOptions options{in_flight, warm_ups, {}, {}, effort, seed, enough, Deadline(seconds)};
         for (const auto& [warm_up, deferred] : alternations) options.alternations.push_back({warm_up, deferred});
-        if (start != nullptr) options.start = of_pipeline(start->orders);
+        if (start != nullptr) options.start = start->orders;
         std::optional<schedule::Plan> plan;
         {
           const nb::gil_scoped_release release;
           plan = schedule::search_orders(problem, options);
         }
-        if (!plan) return nb::none();
-        return nb::make_tuple(plan->makespan, to_python(plan->orders, problem.microbatches));
+        return to_python(std::move(plan));
       },
-      nb::arg("planning_case"), nb::arg("in_flight"), nb::arg("warm_ups"), nb::arg("alternations"), nb::arg("effort"),
-      nb::arg("seed"), nb::arg("seconds").none(), nb::arg("rule"), nb::arg("enough") = 0.0, nb::arg("start") = nb::none());
+      nb::arg("problem"), nb::arg("in_flight"), nb::arg("warm_ups"), nb::arg("alternations"), nb::arg("effort"),
+      nb::arg("seed"), nb::arg("seconds").none(), nb::arg("enough") = 0.0, nb::arg("start") = nb::none());
   m.def(
       "spare_memory",
-      [](nb::handle planning_case, const Orders& orders, double at_most, std::int64_t effort, const nb::dict& rule,
-         std::int32_t steps) {
-        const schedule::Problem problem = to_problem(planning_case, nb::getattr(planning_case, "cost"), to_job_rule(rule));
-        std::vector<schedule::Order> found;
-        {
-          const nb::gil_scoped_release release;
-          found = schedule::spare_memory(problem, of_pipeline(orders.orders), at_most, effort, steps);
-        }
-        return to_python(found, problem.microbatches);
+      [](const schedule::Problem& problem, const Orders& orders, double at_most, std::int64_t effort, std::int32_t steps) {
+        const nb::gil_scoped_release release;
+        return Orders{schedule::spare_memory(problem, orders.orders, at_most, effort, steps)};
       },
-      nb::arg("planning_case"), nb::arg("orders"), nb::arg("at_most"), nb::arg("effort"), nb::arg("rule"),
-      nb::arg("steps") = 1);
-}
-
-void bind_period(nb::module_& m) {
+      nb::arg("problem"), nb::arg("orders"), nb::arg("at_most"), nb::arg("effort"), nb::arg("steps") = 1);
   m.def(
-      "search_period_of",
-      [](nb::handle planning_case, std::int64_t effort, std::uint64_t seed, std::optional<double> seconds, const nb::dict& rule,
-         double enough, const Orders* start) -> nb::object {
-        const schedule::Problem problem = to_problem(planning_case, nb::getattr(planning_case, "cost"), to_job_rule(rule));
+      "search_period",
+      [](const schedule::Problem& problem, const std::optional<std::vector<std::int32_t>>& memory, std::int64_t effort,
+         std::uint64_t seed, std::optional<double> seconds, double enough, const Orders* start) {
         if (problem.cost.half_duplex || problem.cost.blocking != schedule::Blocking::None)
           throw std::invalid_argument("expected edges of two directions, and communication that does not block");
-        schedule::PipelineSearch search{effort, seed, enough, Deadline(seconds), {}};
+        const schedule::Room room = memory ? schedule::room_for(*memory, problem) : schedule::room_of(problem);
+        schedule::PeriodSearch search{room, effort, seed, enough, Deadline(seconds), {}};
         if (start != nullptr) {
-          const bool is_split = std::all_of(start->orders.begin(), start->orders.end(), [](const schedule::JobOrder& order) {
-            return std::all_of(order.begin(), order.end(),
-                               [](const schedule::JobOp& op) { return op.kind <= schedule::JobKind::W; });
-          });
-          if (!is_split || schedule::contents_of(schedule::job_of(problem), start->orders) != schedule::Contents::Whole)
+          const auto computes = [](const schedule::Op& op) { return op.kind <= schedule::Kind::W; };
+          const bool is_whole = schedule::contents_of(problem, start->orders) == schedule::Contents::Whole;
+          if (!is_whole || !std::all_of(start->orders.begin(), start->orders.end(), [&](const schedule::Order& order) {
+                return std::all_of(order.begin(), order.end(), computes);
+              }))
             throw std::invalid_argument("start: expected all F, I and W of the case");
           search.start = start->orders;
         }
-        std::optional<schedule::PipelinePlan> plan;
+        std::optional<schedule::Plan> plan;
         {
           const nb::gil_scoped_release release;
-          plan = schedule::search_period_of(problem, search);
+          plan = schedule::search_period(problem, search);
         }
-        if (!plan) return nb::none();
-        return nb::make_tuple(plan->period, to_python(plan->orders, problem.microbatches));
+        return to_python(std::move(plan));
       },
-      nb::arg("planning_case"), nb::arg("effort"), nb::arg("seed"), nb::arg("seconds").none(), nb::arg("rule"),
+      nb::arg("problem"), nb::arg("memory").none(), nb::arg("effort"), nb::arg("seed"), nb::arg("seconds").none(),
       nb::arg("enough"), nb::arg("start") = nb::none());
+  m.def(
+      "insert_foreign",
+      [](const schedule::Problem& pipeline, const Orders& orders,
+         const std::vector<std::pair<std::int32_t, const Orders*>>& homes,
+         const std::vector<std::array<std::int32_t, 4>>& foreign, const std::vector<std::int32_t>& memory,
+         double slack) -> nb::object {
+        check(pipeline, orders);
+        std::vector<schedule::Home> all_homes;
+        for (const auto& [replica, of_home] : homes) {
+          check(pipeline, *of_home);
+          all_homes.push_back({replica, of_home->orders});
+        }
+        std::vector<schedule::Foreign> guests;
+        guests.reserve(foreign.size());
+        for (const auto& [home, stage, microbatch, host] : foreign) guests.push_back({home, stage, microbatch, host});
+        std::optional<schedule::Insertion> found;
+        {
+          const nb::gil_scoped_release release;
+          found = schedule::insert_foreign(pipeline, orders.orders, all_homes, guests, memory, slack);
+        }
+        if (!found) return nb::none();
+        Orders of_hosts;
+        nb::list places;
+        for (schedule::HostOrder& host : found->hosts) {
+          places.append(nb::make_tuple(host.replica, host.stage));
+          of_hosts.orders.push_back(std::move(host.order));
+        }
+        return nb::make_tuple(found->period, places, std::move(of_hosts));
+      },
+      nb::arg("pipeline"), nb::arg("orders"), nb::arg("homes"), nb::arg("foreign"), nb::arg("memory"), nb::arg("slack"));
 }
 
 }  // namespace
@@ -414,8 +507,6 @@ NB_MODULE(_C, m) {
   bind_simulation(m);
   bind_bounds(m);
   bind_search(m);
-  bind_period(m);
   bind_delegate(m);
   bind_liveness(m);
-  bind_replicas(m);
 }

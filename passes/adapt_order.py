@@ -12,9 +12,9 @@ from adaptra.equations.warm_up import SlackRule, in_flight_limits, warm_up
 from adaptra.errors import PassError, PlanError
 from adaptra.passes.base import Count, CountPerStage, Pass, option
 from adaptra.program import Kind, Op, Program
-from adaptra.program.dependencies import RULE
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import MEMORY_TOLERANCE, CostModel
+from adaptra.simulation.job import pipeline_of
 from adaptra.simulation.simulate import Simulation, simulate
 
 LEAST_EFFORT: Final = 1_500_000
@@ -111,14 +111,13 @@ def search(
     if effort is None:
         effort = UNLIMITED if budget is not None else max(LEAST_EFFORT, LEAST_ROUNDS * 3 * stages * microbatches)
     found = _C.search_orders(
-        case,
+        pipeline_of(case, case.cost),
         limits,
         _starts(case, limits),
         _known_alternations(stages, microbatches) if len(set(case.placement)) == stages else [],
         effort,
         seed,
         budget,
-        RULE,
         enough,
         None if start is None else _C.to_orders(start.orders),
     )
@@ -130,7 +129,7 @@ def search(
     makespan, orders = found
     if best is not None and best.makespan <= makespan:
         return best.program
-    return Program.of_pipeline(ADAPTED, case.placement, microbatches, orders)
+    return Program.of_pipeline(ADAPTED, case.placement, microbatches, orders.computed())
 
 
 ADAPTED: Final = "adapted"

@@ -16,7 +16,8 @@ from adaptra.program import Program, place_in
 from adaptra.program.schedules import GENERATORS, PLACED, generate, generate_for
 from adaptra.program.torch_csv import from_csv
 from adaptra.program.verify import verify
-from adaptra.simulation.case import Case, worker_of
+from adaptra.simulation.case import Case
+from adaptra.simulation.case_files import load_case, worker_of
 
 
 def read_program(given: str, case: Case) -> Program:
@@ -76,7 +77,7 @@ def read_case(options: Namespace) -> Case:
     Raises:
         CaseError: The file or an option is invalid, or an option belongs to several replicas and there is only one pipeline.
     """
-    case, path, replicas = Case.load(options.case), options.case, getattr(options, "replicas", None)
+    case, path, replicas = load_case(options.case), options.case, getattr(options, "replicas", None)
     changes = {name: getattr(options, name, None) for name in ("lost", "slow", "optimizer", "reduce")}
     if not case.is_one_pipeline and replicas is not None:
         raise CaseError(f"--replicas {replicas}: {path} says how many: P={case.replicas}")

@@ -26,6 +26,7 @@ from adaptra.planning.responses.responses import Decision, ResponsePrices, decid
 from adaptra.report import drawing
 from adaptra.report.text import percent
 from adaptra.simulation.case import Case
+from adaptra.simulation.case_files import load_case
 
 _PRICES: Final = "unit state rate room pieces planning restart checkpoint_age joiner horizon".split()
 _ROWS: Final = 4
@@ -107,7 +108,7 @@ def _case(options: Namespace) -> Case:
     if options.gpus is not None:
         if options.replicas is not None:
             raise CaseError(f"--gpus {options.gpus} with --replicas {options.replicas}: expected one of them")
-        stages = Case.load(options.case).cost.stages
+        stages = load_case(options.case).cost.stages
         options.replicas = options.gpus // stages
         if not options.replicas:
             raise CaseError(f"--gpus {options.gpus}: {options.case} has {stages} stages: expected at least as many workers")

@@ -15,9 +15,9 @@ from adaptra import _C
 from adaptra.passes.adapt_order import search
 from adaptra.planning.planner import plan
 from adaptra.program import Op, Program
-from adaptra.program.dependencies import RULE
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
+from adaptra.simulation.job import pipeline_of
 from adaptra.simulation.simulate import Bound, BoundKind, lower_bound, simulate
 
 InFlight = int | Sequence[int] | None
@@ -147,7 +147,7 @@ class Makespan:
 
     def spared(self, case: Case, program: Program, at_most: float, effort: int) -> tuple[tuple[Op, ...], ...]:
         """Return orders within the makespan ``at_most`` that hold less memory."""
-        return _C.spare_memory(case, _C.to_orders(program.orders), at_most, effort, RULE)
+        return _C.spare_memory(pipeline_of(case, case.cost), _C.to_orders(program.orders), at_most, effort).computed()
 
     def needed_memory(self, case: Case, at_most: float) -> None:
         """Return None: what one rank needs depends on what the others do."""

@@ -1,12 +1,9 @@
-"""Jobs as the C++ code takes them: the numbers of a case and a routing, and the ops of programs that end with updates."""
+"""Problems as the C++ code takes them: a case with a routing, and programs whose steps end with updates."""
 
 from __future__ import annotations
 
-import struct
-from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Final
 
 from adaptra import _C
 from adaptra.errors import CaseError
@@ -15,10 +12,6 @@ from adaptra.program.dependencies import RULE
 from adaptra.program.routing import Routing
 from adaptra.simulation.case import Case, placement_lists
 from adaptra.simulation.cost import CostModel
-
-KINDS: Final = (Kind.F, Kind.I, Kind.W, Kind.B, Kind.REDUCE, Kind.STEP)
-"""The kinds of the ops that the simulator executes, in the order of their codes."""
-_CODE: Final = {kind: code for code, kind in enumerate(KINDS)}
 
 
 def alike_case(program: Program, cost: CostModel, *, hands_over: bool = True, changing: Collection[int] = ()) -> Case:
@@ -45,51 +38,21 @@ def with_updates(program: Program) -> Program:
     return replace(program, orders=tuple(orders))
 
 
-def job_of(case: Case, routing: Routing) -> _C.Job:
-    """Return the numbers of a case and a routing as the C++ code takes them."""
-    workers = routing.live[-1] + 1
+def problem_of(case: Case, routing: Routing) -> _C.Problem:
+    """Return a case and a routing as the C++ code takes them."""
     holders = [
         routing.holder(replica, stage, microbatch)
         for replica in range(case.replicas)
         for stage in range(case.stages)
         for microbatch in range(case.microbatches)
     ]
-    return _C.Job(
-        replicas=case.replicas,
-        microbatches=case.microbatches,
-        durations=[case.cost.forward, case.cost.input_grad, case.cost.weight_grad, case.step, case.reduce],
-        slow=[case.slow.get(worker, 1.0) for worker in range(workers)],
-        port=[case.ports.get(worker, 0.0) for worker in range(workers)],
-        latency=[case.cost.latency_forward, case.cost.latency_backward],
-        occupancy=[case.cost.occupancy_forward, case.cost.occupancy_backward],
-        links=[(*ends, link.latency, link.occupancy) for ends, link in case.links.items()],
-        hand_over=case.hand_over,
-        hands_over=case.hands_over,
-        half_duplex=case.cost.half_duplex,
-        blocking=case.cost.blocking.value,
-        changing=[stage in case.changing for stage in range(case.stages)],
-        barrier=case.barrier,
-        holder=holders,
-        home=[routing.replica_of(worker) if routing.stages_of(worker) else 0 for worker in range(workers)],
-        columns=[routing.column(stage) for stage in range(case.stages)],
-        rule=RULE,
-    )
+    homes = [routing.replica_of(worker) if routing.stages_of(worker) else 0 for worker in range(routing.live[-1] + 1)]
+    return _C.Problem(case, holders, homes, [routing.column(stage) for stage in range(case.stages)], RULE)
 
 
-def packed(order: Iterable[Op]) -> bytes:
-    """Return ops as the C++ code takes them: four int32 each, the replica, the stage, the kind's code and the microbatch."""
-    numbers = array("i")
-    for op in order:
-        numbers.extend((op.replica, op.stage, _CODE[op.kind], op.microbatch))
-    return numbers.tobytes()
-
-
-def unpacked(order: bytes, first: int = 0) -> tuple[Op, ...]:
-    """Return the ops of an order as the C++ code gives it, those of :func:`packed`. Its replicas count from ``first``."""
-    return tuple(
-        Op(stage, KINDS[code], microbatch, None, first + home)
-        for home, stage, code, microbatch in struct.iter_unpack("=4i", order)
-    )
+def pipeline_of(pipeline: Case | Program, cost: CostModel) -> _C.Problem:
+    """Return one pipeline as the C++ code takes it: the placement and microbatches of a case or of a program, and costs."""
+    return _C.Problem.of_pipeline(pipeline, cost, RULE)
 
 
 def check_fit(program: Program, case: Case) -> Routing:

@@ -19,12 +19,12 @@ from typing import Any, Final
 from adaptra import _C
 from adaptra.errors import CaseError, ScheduleError
 from adaptra.program import Kind, Op, Program
-from adaptra.program.dependencies import INPUT_GRADIENT, RULE, WEIGHT_GRADIENT
+from adaptra.program.dependencies import INPUT_GRADIENT, WEIGHT_GRADIENT
 from adaptra.program.verify import verify
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import MEMORY_TOLERANCE, CostModel
 from adaptra.simulation.critical_path import Interval, critical_path
-from adaptra.simulation.job import alike_case, check_fit, job_of, with_updates
+from adaptra.simulation.job import alike_case, check_fit, pipeline_of, problem_of, with_updates
 from adaptra.simulation.timeline import MessageInterval, OpInterval, Source, Timeline
 
 STEPS: Final = 8
@@ -44,7 +44,7 @@ class Simulation:
     program: Program
     given: Case | CostModel
     makespan: float
-    _job: _C.Job = field(repr=False, compare=False)
+    _problem: _C.Problem = field(repr=False, compare=False)
     _orders: _C.Orders = field(repr=False, compare=False)
     _simulated: _C.Simulated = field(repr=False, compare=False)
 
@@ -179,7 +179,7 @@ class Simulation:
         return self._repeated(times=True)
 
     def _repeated(self, *, times: bool) -> _C.Simulated:
-        repeated = _C.simulate(self._job, self._orders, STEPS, times)
+        repeated = _C.simulate(self._problem, self._orders, STEPS, times)
         if not repeated.complete:
             raise _refused(self.program, self.given)
         return repeated
@@ -235,25 +235,25 @@ def simulate(program: Program, costs: Case | CostModel) -> Simulation:
         costs = alike_case(program, costs)
     routing = check_fit(program, costs)
     if costs.is_one_pipeline and not costs.barrier and program.is_one_pipeline:
-        return _simulated(program, costs, _C.pipeline_job(program, costs.cost, RULE))
+        return _simulated(program, costs, pipeline_of(program, costs.cost))
     if program.is_forward_only:
         raise ScheduleError(f"{program.name}: no op computes a gradient: expected a training step")
-    return _simulated(with_updates(program), costs, job_of(costs, routing))
+    return _simulated(with_updates(program), costs, problem_of(costs, routing))
 
 
 def _of_pipeline(program: Program, cost: CostModel) -> Simulation:
     if program.stages != cost.stages:
         raise CaseError(f"{program.name} has {program.stages} stages, the cost model {cost.stages}: expected as many")
     cost = cost.placed(program.placement)
-    return _simulated(program, cost, _C.pipeline_job(program, cost, RULE))
+    return _simulated(program, cost, pipeline_of(program, cost))
 
 
-def _simulated(program: Program, given: Case | CostModel, job: _C.Job) -> Simulation:
+def _simulated(program: Program, given: Case | CostModel, problem: _C.Problem) -> Simulation:
     orders = _C.to_orders(program.orders)
-    simulated = _C.simulate(job, orders, 1)
+    simulated = _C.simulate(problem, orders, 1)
     if not simulated.complete:
         raise _refused(program, given)
-    return Simulation(program, given, simulated.makespan, job, orders, simulated)
+    return Simulation(program, given, simulated.makespan, problem, orders, simulated)
 
 
 def _refused(program: Program, given: Case | CostModel) -> AssertionError:
@@ -293,9 +293,9 @@ class BoundKind(Enum):
     MEMORY = "memory"
     """A stage with room for A microbatches needs one round trip for every A of them."""
     LINK_FORWARD = "link forward"
-    """All forward messages of an edge occupy it one after the other."""
+    """All forward messages of an edge occupy it one after the other, and with them all others that share its link."""
     LINK_BACKWARD = "link backward"
-    """All backward messages of an edge (of a shared edge: all messages) occupy it one after the other."""
+    """The same of its backward messages; half duplex edges are shared by both directions."""
     IDLE = "idle"
     """A stage's load, plus its idle time before the first input gradients and after the last forwards for lack of memory."""
     ONE_MACHINE = "one machine"
@@ -327,7 +327,7 @@ def lower_bound(case: Case) -> Bound:
         CaseError: The case is not of one pipeline.
     """
     case.require_one_pipeline("lower_bound")
-    value, name, where = _C.lower_bound(case)
+    value, name, where = _C.lower_bound(pipeline_of(case, case.cost))
     kind = BoundKind(name)
     match kind:
         case BoundKind.LOAD | BoundKind.ONE_MACHINE:

@@ -21,6 +21,7 @@ from adaptra.program.torch_csv import from_csv
 from adaptra.program.verify import verify
 from adaptra.report import perfetto
 from adaptra.simulation.case import Case
+from adaptra.simulation.case_files import case_from_json, case_to_json, load_case
 from adaptra.simulation.sensitivity import sensitivity
 from adaptra.simulation.simulate import lower_bound, simulate
 
@@ -78,7 +79,7 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, A
 
 
 def test_simulate_gives_the_figures_of_the_library(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    case = Case.load("slow.json")
+    case = load_case("slow.json")
     main(["schedule", "zb_h1", "-s", "3", "-m", "6"])
     Path("z.sched").write_text(capsys.readouterr().out)
     expected = simulate(Program.parse(Path("z.sched").read_text()), case.cost)
@@ -143,7 +144,7 @@ def test_simulate_saves_a_trace_of_the_simulated_timeline(folder: Path, capsys: 
     run_json(capsys, "simulate", "1f1b", "slow.json", "--json", "--trace", "t.json")
     ((title, timeline),) = perfetto.load_all("t.json")
     assert title == "1f1b on slow"
-    assert timeline == simulate(timeline.program, Case.load("slow.json").cost).timeline
+    assert timeline == simulate(timeline.program, load_case("slow.json").cost).timeline
 
 
 def test_pictures_mark_the_edges_that_are_slower_than_most_or_those_named(
@@ -273,7 +274,7 @@ def test_compare_names_the_rank_that_is_over_memory(folder: Path, capsys: pytest
 
 
 def test_a_sweep_delays_one_direction_or_both(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cost = Case.load("slow.json").cost
+    cost = load_case("slow.json").cost
     for edge, slowed in (
         ("1>2", cost.with_latency(1, 2, 7)),
         ("2>1", cost.with_latency(2, 1, 7)),
@@ -291,7 +292,7 @@ def test_a_sweep_delays_one_direction_or_both(folder: Path, capsys: pytest.Captu
 
 def test_explain_says_what_every_edge_absorbs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_json(capsys, "explain", "slow.json", "1f1b", "--sensitivity", "--json")
-    edges = sensitivity(generate("1f1b", 3, 6), Case.load("slow.json").cost)
+    edges = sensitivity(generate("1f1b", 3, 6), load_case("slow.json").cost)
     assert found["sensitivity"] == [edge.to_json() for edge in edges]
     assert "sensitivity" not in run_json(capsys, "explain", "slow.json", "1f1b", "--json")
 
@@ -330,7 +331,7 @@ def test_every_field_of_a_case_is_documented() -> None:
     text = (DOCS / "formats.md").read_text()
     pipeline, job = text.split("| `version` | of this format |")[1:]
     given = [json.loads(example) for example in re.findall(r"```json\n(.*?)```", text, re.DOTALL)]
-    written = [Case.from_json(given[0]).to_json()["case"], Case.from_json(given[1]).to_json()]
+    written = [case_to_json(case_from_json(given[0]))["case"], case_to_json(case_from_json(given[1]))]
     for table, fields in zip((pipeline, job), written, strict=True):
         rows = re.findall(r"^\| (`.*?) \|", table.split("\n\n")[0], re.MULTILINE)
         assert {field for row in rows for field in re.findall(r"`(\w+)`", row)} == set(fields) - {"version", "name"}

@@ -15,7 +15,7 @@ from adaptra.passes import PASSES, parse_pipeline
 from adaptra.program import Program
 from adaptra.program.schedules import one_f_one_b
 from adaptra.program.torch_csv import to_csv
-from adaptra.simulation.case import Case
+from adaptra.simulation.case_files import load_case
 
 CASE = {"S": 2, "M": 3, "t_f": 2, "t_b": 2, "t_w": 1, "c_f": 4}
 JOB = {"P": 2, "S": 2, "M": 1, "t_f": 1, "t_i": 1, "t_w": 1}
@@ -83,7 +83,7 @@ def test_a_program_comes_from_a_file_of_either_form_or_standard_input_or_is_gene
     ],
 )
 def test_options_stand_anywhere(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
-    expected = parse_pipeline("fuse-backward").apply(SPLIT, Case.load("case.json").cost)
+    expected = parse_pipeline("fuse-backward").apply(SPLIT, load_case("case.json").cost)
     assert out(capsys, *arguments) == str(expected)
 
 

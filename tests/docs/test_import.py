@@ -21,7 +21,7 @@ def test_importing_adaptra_loads_nothing_heavy() -> None:
     assert loaded_after("import adaptra; dir(adaptra); adaptra.__version__") == set()
 
 
-@pytest.mark.parametrize("name", ["GENERATORS", "Case", "CostModel", "Kind", "Op", "Program", "generate"])
+@pytest.mark.parametrize("name", ["GENERATORS", "Case", "CostModel", "Kind", "Op", "Program", "generate", "load_case"])
 def test_programs_and_costs_need_no_torch(name: str) -> None:
     assert "torch" not in loaded_after(f"import adaptra; adaptra.{name}")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -139,6 +140,28 @@ def test_on_a_shared_edge_the_bound_holds(seed: int) -> None:
     found = solve_exactly(case, workers=1)
     assert found.bound <= found.makespan == simulate(found.program, case.cost).makespan
     assert found.bound >= lower_bound(case).value * (1 - 1e-9)
+
+
+@needs_solver
+@pytest.mark.parametrize("half_duplex", [False, True])
+@pytest.mark.parametrize("placement", [(0, 1, 1, 0), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0)], ids=["V", "interleaved", "wide V"])
+def test_messages_that_share_a_link_queue_in_the_bound_too(placement: tuple[int, ...], half_duplex: bool) -> None:
+    """All from one rank to another share a link, whatever their stages."""
+    stages = len(placement)
+    times = CostModel.uniform(stages, 2, 2, 1, latency=1, occupancy=8)
+    case = Case(replace(times, half_duplex=half_duplex), 3, placement)
+    bound, found = lower_bound(case).value, solve_exactly(case, workers=1)
+    assert found.proven
+    assert bound <= found.makespan * (1 + 1e-9)
+    assert bound >= 0.9 * found.makespan
+    busiest = max(Counter((placement[a], placement[b]) for a, b in _crossings(placement)).values())
+    assert bound > case.microbatches * busiest * 8 * (1 + half_duplex)
+
+
+def _crossings(placement: Sequence[int]) -> list[tuple[int, int]]:
+    """The directed edges between stages of different ranks."""
+    down = [(stage, stage + 1) for stage in range(len(placement) - 1) if placement[stage] != placement[stage + 1]]
+    return [*down, *((after, before) for before, after in down)]
 
 
 @needs_solver

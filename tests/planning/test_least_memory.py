@@ -27,6 +27,7 @@ from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 from adaptra.runtime.launch.free_memory import free_on, left_in_groups
 from adaptra.runtime.options import Options
 from adaptra.simulation.case import Case
+from adaptra.simulation.case_files import load_case
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import Simulation, lower_bound, simulate
 
@@ -43,7 +44,7 @@ def of(program: Program, case: Case) -> Simulation:
 
 @pytest.mark.parametrize("path", [path for path in CASES if path.stem not in ("L02", "L07")], ids=lambda path: path.stem)
 def test_a_hundredth_longer_at_most_and_on_no_rank_more_than_the_most_of_the_best(path: Path) -> None:
-    case = Case.load(path)
+    case = load_case(path)
     best, least = of(plan(case), case), of(plan_least_memory(case), case)
     assert least.makespan <= (1 + WITHIN) * best.makespan
     assert max(least.peak_memory) <= max(best.peak_memory) and sum(least.peak_memory) <= sum(best.peak_memory)

@@ -15,6 +15,7 @@ from adaptra.errors import PlanError
 from adaptra.planning.published import paper_rule, uniform_slack
 from adaptra.program.verify import verify
 from adaptra.simulation.case import Case
+from adaptra.simulation.case_files import load_case
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import simulate
 
@@ -22,7 +23,7 @@ from adaptra.simulation.simulate import simulate
 @pytest.mark.parametrize("name", ["A02", "A05", "B02", "C01", "D01", "D03", "E02", "G02", "G05", "G08", "J02"])
 def test_it_reaches_what_the_published_rule_is_known_to_reach(name: str) -> None:
     """Without a memory limit, and with one; a case without a limit knows the two as equal."""
-    case, known = Case.load(CASES / f"{name}.json"), json.loads((CASES / f"{name}.json").read_text())
+    case, known = load_case(CASES / f"{name}.json"), json.loads((CASES / f"{name}.json").read_text())
     everywhere = known["baselines"] | known["baselines_over_memory"]
     without_limit = replace(case, cost=replace(case.cost, memory_limit=None))
     assert simulate(paper_rule(without_limit), case.cost).makespan == pytest.approx(everywhere["paper"])

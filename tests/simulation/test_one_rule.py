@@ -15,7 +15,7 @@ from adaptra.program.dependencies import RULE, Row, When
 from adaptra.program.routing import Routing
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.simulate import simulate
+from adaptra.simulation.simulate import lower_bound, simulate
 
 COMPUTED = (Kind.F, Kind.I, Kind.W, Kind.B)
 ROWS = [(kind, row) for kind in COMPUTED for row in RULE[kind]]
@@ -101,6 +101,27 @@ def test_both_simulators_follow_the_table_when_a_row_is_gone(monkeypatch: pytest
     assert (times_of_pipelines() != whole[0]) is (some and not is_implied and row.when is When.ALWAYS)
     if row.offset == 0:
         assert (times_of_jobs() != whole[1]) is (others and not is_implied)
+
+
+@pytest.mark.parametrize("kind", [Kind.F, Kind.I])
+def test_the_bound_follows_the_table_when_a_row_is_gone(monkeypatch: pytest.MonkeyPatch, kind: Kind) -> None:
+    """Without the needs between stages in one direction, late messages of it hold up neither a program nor the bound."""
+    late = [(program, replace(cost, **_latencies(program.stages, 50.0))) for program, cost in PIPELINES if program.stages > 1]
+    whole = [lower_bound(Case(cost, program.microbatches, program.placement)).value for program, cost in late]
+    monkeypatch.setitem(RULE, kind, tuple(row for row in RULE[kind] if row.offset == 0))
+    if kind is Kind.I:
+        monkeypatch.setitem(RULE, Kind.B, tuple(row for row in RULE[Kind.B] if row.offset == 0))
+    lower = 0
+    for (program, cost), before in zip(late, whole, strict=True):
+        bound = lower_bound(Case(cost, program.microbatches, program.placement)).value
+        assert bound <= simulate(program, cost).makespan * (1 + 1e-9)
+        assert bound <= before
+        lower += bound < before
+    assert lower > len(late) / 2
+
+
+def _latencies(stages: int, latency: float) -> dict[str, tuple[float, ...]]:
+    return dict.fromkeys(("latency_forward", "latency_backward"), (latency,) * (stages - 1))
 
 
 def test_accumulators_travel_only_while_a_row_hands_them_over(monkeypatch: pytest.MonkeyPatch) -> None:

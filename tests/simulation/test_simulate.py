@@ -17,10 +17,11 @@ from naive import greedy, messages, random_program, simulate_by_iteration
 from adaptra import _C
 from adaptra.errors import CaseError, ScheduleError
 from adaptra.program import Kind, Op, Program
-from adaptra.program.dependencies import RULE
 from adaptra.program.schedules import generate
 from adaptra.simulation.case import Case
+from adaptra.simulation.case_files import load_case
 from adaptra.simulation.cost import Blocking, CostModel
+from adaptra.simulation.job import pipeline_of
 from adaptra.simulation.simulate import BoundKind, Simulation, lower_bound, simulate
 from adaptra.simulation.timeline import MessageInterval, OpInterval
 
@@ -136,10 +137,11 @@ def test_all_messages_from_one_rank_to_another_take_one_link() -> None:
 def test_the_search_times_links_as_the_simulator_does() -> None:
     for seed in range(6):
         case = Case(CostModel.uniform(4, 1 + seed % 3, 1, 1, latency=1, occupancy=1.5), 4, (0, 1, 1, 0))
-        found = _C.search_orders(case, [4] * 4, [[2, 1, 1, 1]], [], 20_000, seed, None, RULE)
+        found = _C.search_orders(pipeline_of(case, case.cost), [4] * 4, [[2, 1, 1, 1]], [], 20_000, seed, None)
         assert found is not None
         makespan, orders = found
-        assert makespan == pytest.approx(simulate(Program.of_pipeline("found", case.placement, 4, orders), case.cost).makespan)
+        program = Program.of_pipeline("found", case.placement, 4, orders.computed())
+        assert makespan == pytest.approx(simulate(program, case.cost).makespan)
 
 
 @settings(max_examples=150)
@@ -296,7 +298,7 @@ SOLVER_IS_TIGHTER = {"C01", "G03", "G08", "G11"}
 
 @pytest.mark.parametrize("path", CASES, ids=lambda path: path.stem)
 def test_the_bound_of_a_case_reaches_the_published_one_and_no_program_beats_it(path: Path) -> None:
-    case, published = Case.load(path), json.loads(path.read_text())
+    case, published = load_case(path), json.loads(path.read_text())
     bound = lower_bound(case)
     part = 0.95 if case.name in SOLVER_IS_TIGHTER else 1 - 1e-9
     assert published["lower_bound"] * part <= bound.value <= published["best_known"] * (1 + 1e-9)

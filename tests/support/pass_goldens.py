@@ -35,7 +35,7 @@ from paths import GOLDEN
 
 from adaptra.cli import main
 from adaptra.program import Program
-from adaptra.simulation.case import Case
+from adaptra.simulation.case_files import load_case
 from adaptra.simulation.simulate import simulate
 
 FOLDER = GOLDEN / "passes"
@@ -92,7 +92,7 @@ class PassGolden:
     def _makespans(self, printed: str) -> str:
         if self.case is None or "P" in json.loads(self.case):
             return ""
-        cost = Case.load("case.json").cost
+        cost = load_case("case.json").cost
         before, after = (simulate(Program.parse(text), cost).makespan for text in (self.program, printed))
         return f", makespan {after:g} after {before:g}"
 

@@ -18,7 +18,7 @@ from adaptra.planning.routes.route import share_evenly
 from adaptra.program import Program
 from adaptra.program.routing import Routing
 from adaptra.simulation.case import Case
-from adaptra.simulation.job import job_of, unpacked
+from adaptra.simulation.job import problem_of
 
 EFFORT: Final = 3_000_000
 """The search's effort without a budget, in ops scheduled: a tenth of a second to a few tenths."""
@@ -82,7 +82,7 @@ def plan_job(
             f"mem_cap {list(case.memory or ())}: found no order in which no worker waits forever: expected room for more "
             "microbatches on the workers that compute those of others"
         )
-    orders = best.merged.expand([unpacked(order) for order in best.orders], best.routing)
+    orders = best.merged.expand([best.orders.of(worker) for worker in range(best.merged.routing.live[-1] + 1)], best.routing)
     return Program("adapted", best.routing, orders)
 
 
@@ -104,7 +104,7 @@ class _Try:
         self.routing = routing
         self.bound = bound
         self.period = math.inf
-        self.orders: list[bytes] | None = None
+        self.orders: _C.Orders | None = None
         self._case = case
 
     @cached_property
@@ -113,13 +113,13 @@ class _Try:
         return merge_alike(self._case, self.routing)
 
     @cached_property
-    def _job(self) -> tuple[_C.Job, list[int]]:
+    def _problem(self) -> tuple[_C.Problem, list[int]]:
         case, routing = self.merged.case, self.merged.routing
-        return job_of(case, routing), _memory(case, routing)
+        return problem_of(case, routing), _memory(case, routing)
 
     def search(self, effort: int, seed: int, seconds: float | None) -> None:
         """Search orders, and keep them if their period is the shortest."""
-        found = _C.search_period(*self._job, effort, seed, seconds, self.bound)
+        found = _C.search_period(*self._problem, effort, seed, seconds, self.bound)
         if found is not None and found[0] < self.period:
             self.period, self.orders = found
 

@@ -8,23 +8,22 @@ says why that is right. A plan's orders are made when they are asked for, so nob
 from __future__ import annotations
 
 import math
-import struct
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import product
 from typing import Final
 
 from adaptra import _C
 from adaptra.planning.routes.period_bound import PeriodBound, period_bound
-from adaptra.program import Kind, Op, Program
+from adaptra.program import Op, Program
 from adaptra.program.placement import is_straight
 from adaptra.program.program import lines_of
 from adaptra.program.routing import Route, Routing
 from adaptra.simulation.case import Case
-from adaptra.simulation.job import KINDS, job_of, unpacked
+from adaptra.simulation.job import problem_of
 
 LARGE: Final = 1_000_000
 """Ops F, I and W of a step from which on a job is planned this way."""
@@ -53,9 +52,9 @@ class LargePlan:
     case: Case
     routing: Routing
     period: float
-    _healthy: Sequence[bytes]
-    _homes: Mapping[int, Sequence[bytes]]
-    _hosts: Mapping[int, bytes]
+    _healthy: _C.Orders
+    _homes: Mapping[int, _C.Orders]
+    _hosts: tuple[Mapping[int, int], _C.Orders]  # of each worker that computes others' microbatches, the place of its order
 
     @cached_property
     def bound(self) -> PeriodBound:
@@ -65,13 +64,13 @@ class LargePlan:
     @cached_property
     def held(self) -> int:
         """The most microbatches that a worker holds."""
-        of_homes = (
-            order
-            for replica, orders in self._homes.items()
-            for stage, order in enumerate(orders)
-            if self.case.worker(replica, stage) not in self.case.lost
-        )
-        return max(map(_most_held, {*self._healthy, *of_homes, *self._hosts.values()}))
+        each = (1.0,) * self.case.stages
+        counting = replace(self.case.cost, memory_forward=each, memory_input_grad=(0.0,) * self.case.stages)
+        held = [*_C.peaks(counting, self._healthy)[1], *_C.peaks(counting, self._hosts[1])[1]]
+        for replica, orders in self._homes.items():
+            of_home = enumerate(_C.peaks(counting, orders)[1])
+            held += [most for stage, most in of_home if self.case.worker(replica, stage) not in self.case.lost]
+        return round(max(held))
 
     def __str__(self) -> str:
         """Return the text form of the program."""
@@ -82,9 +81,10 @@ class LargePlan:
         if worker in self.case.lost:
             return ()
         replica, stage = divmod(worker, self.case.stages)
-        if worker in self._hosts:
-            return unpacked(self._hosts[worker])
-        return unpacked(self._homes.get(replica, self._healthy)[stage], replica)
+        places, orders = self._hosts
+        if worker in places:
+            return orders.of(places[worker])
+        return self._homes.get(replica, self._healthy).of(stage, replica)
 
     def program(self) -> Program:
         """Return the program of all workers. A million ops take about half a gigabyte."""
@@ -185,7 +185,7 @@ class _Inserter:
         self._routing = _routing(case, homes, foreign)
         self._pipeline = replace(case, replicas=1, lost=frozenset(), memory=None)
         self._memory = list(case.memory or (case.replicas * case.microbatches,) * case.stages)
-        self._planned: dict[object, tuple[float, Sequence[bytes]] | None] = {}
+        self._planned: dict[object, tuple[float, _C.Orders] | None] = {}
 
     @cached_property
     def _guests(self) -> list[int]:
@@ -221,8 +221,8 @@ class _Inserter:
         case = self._case
         healthy = self._orders(self._pipeline, [max(1, most - kept) for most, kept in zip(self._memory, reserve, strict=True)])
         if healthy is None or not case.lost:
-            return healthy and LargePlan(case, self._routing, healthy[0], healthy[1], {}, {})
-        of_homes: dict[int, Sequence[bytes]] = {}
+            return healthy and LargePlan(case, self._routing, healthy[0], healthy[1], {}, ({}, healthy[1]))
+        of_homes: dict[int, _C.Orders] = {}
         for replica, lost in self._homes.items():
             free = case.replicas * case.microbatches
             memory = [free if stage in lost else most for stage, most in enumerate(self._memory)]
@@ -230,20 +230,21 @@ class _Inserter:
             if home is None:
                 return None
             of_homes[replica] = home[1]
-        job = job_of(self._pipeline, Routing.healthy(1, case.stages, case.microbatches))
-        found = _C.insert_foreign(job, healthy[1], list(of_homes.items()), self._foreign, self._memory, slack)
+        problem = problem_of(self._pipeline, Routing.healthy(1, case.stages, case.microbatches))
+        found = _C.insert_foreign(problem, healthy[1], list(of_homes.items()), self._foreign, self._memory, slack)
         if found is None:
             return None
-        hosts = {case.worker(replica, stage): order for replica, stage, order in found[1]}
-        return LargePlan(case, self._routing, found[0], healthy[1], of_homes, hosts)
+        period, places, orders = found
+        hosts = {case.worker(*place): index for index, place in enumerate(places)}
+        return LargePlan(case, self._routing, period, healthy[1], of_homes, (hosts, orders))
 
-    def _orders(self, pipeline: Case, memory: list[int]) -> tuple[float, Sequence[bytes]] | None:
+    def _orders(self, pipeline: Case, memory: list[int]) -> tuple[float, _C.Orders] | None:
         """Return the period and the orders of one replica, searched once for each pipeline and memory."""
         key = pipeline.cost, tuple(memory)
         if key not in self._planned:
             routing = Routing.healthy(1, pipeline.stages, pipeline.microbatches)
             enough = period_bound(replace(pipeline, memory=tuple(memory)), routing).value
-            self._planned[key] = _C.search_period(job_of(pipeline, routing), memory, _EFFORT, 0, None, enough)
+            self._planned[key] = _C.search_period(problem_of(pipeline, routing), memory, _EFFORT, 0, None, enough)
         return self._planned[key]
 
 
@@ -272,12 +273,3 @@ def _answering(pipeline: Case, lost: Sequence[int], slack: float) -> Case:
         latency_backward=tuple(backward),
     )
     return replace(pipeline, cost=changed)
-
-
-def _most_held(order: bytes) -> int:
-    """Return the most microbatches between F and W in an order as C++ gives it."""
-    changes = (_HELD.get(KINDS[code], 0) for _, _, code, _ in struct.iter_unpack("=4i", order))
-    return max(accumulate(changes), default=0)
-
-
-_HELD: Final = {Kind.F: 1, Kind.W: -1}

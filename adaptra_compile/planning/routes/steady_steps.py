@@ -15,12 +15,12 @@ from adaptra.planning.planner import plan, with_split_backwards
 from adaptra.planning.routes.period_bound import PeriodBound, PeriodBoundKind, period_bound
 from adaptra.planning.timing import MAKESPAN, InFlight, StepBound, StepTiming
 from adaptra.program import Op, Program
-from adaptra.program.dependencies import RULE
 from adaptra.program.placement import has_several, stages_of
 from adaptra.program.routing import Routing
 from adaptra.program.schedules import GENERATORS, generate
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import MEMORY_TOLERANCE, Blocking, CostModel
+from adaptra.simulation.job import pipeline_of
 from adaptra.simulation.simulate import STEPS, simulate
 
 _FOR_MAKESPAN: Final = 0.3
@@ -124,7 +124,7 @@ class SteadySteps:
 
     def spared(self, case: Case, program: Program, at_most: float, effort: int) -> tuple[tuple[Op, ...], ...]:
         """Return orders within the period ``at_most`` that hold less memory."""
-        return _C.spare_memory(case, _C.to_orders(program.orders), at_most, effort, RULE, STEPS)
+        return _C.spare_memory(pipeline_of(case, case.cost), _C.to_orders(program.orders), at_most, effort, STEPS).computed()
 
     def needed_memory(self, case: Case, at_most: float) -> tuple[float, ...] | None:
         """Return, per rank, the memory below which no program repeats so fast; None if a rank has several stages."""
@@ -263,8 +263,8 @@ def _searched(
     if effort is None:
         effort = UNLIMITED if seconds is not None else _effort(case)
     orders = None if start is None else _C.to_orders(start.orders)
-    found = _C.search_period_of(case, effort, seed, seconds, RULE, enough, orders)
-    return None if found is None else Program.of_pipeline(ADAPTED, case.placement, case.microbatches, found[1])
+    found = _C.search_period(pipeline_of(case, case.cost), None, effort, seed, seconds, enough, orders)
+    return None if found is None else Program.of_pipeline(ADAPTED, case.placement, case.microbatches, found[1].computed())
 
 
 class _Contest:

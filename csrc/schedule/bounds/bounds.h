@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "schedule/simulate/types.h"
+#include "schedule/simulate/problem.h"
 
 namespace adaptra::schedule {
 

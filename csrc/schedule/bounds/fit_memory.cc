@@ -46,7 +46,7 @@ bool FitMemory::fit(const Sequence& sequence, double limit, bool weight_grads_fi
         fitted.push_back(code);
         run_waiting(fitted);
         break;
-      case Kind::B: return false;  // never in a sequence
+      default: return false;  // never in a sequence
     }
   }
   return next_ == waiting_.size();

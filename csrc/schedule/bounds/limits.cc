@@ -6,8 +6,8 @@ namespace adaptra::schedule {
 Limits::Limits(const Problem& problem, const std::vector<std::int32_t>& in_flight)
     : problem_(problem),
       in_flight_(in_flight),
-      stages_(at(problem.ranks)),
-      limit_(at(problem.ranks), kNever),
+      stages_(at(problem.workers)),
+      limit_(at(problem.workers), kNever),
       counts_(problem.placement.size()) {
   for (std::size_t s = 0; s < problem.placement.size(); ++s)
     stages_[at(problem.placement[s])].push_back(static_cast<std::int32_t>(s));
@@ -56,7 +56,7 @@ bool Limits::repair(std::size_t rank, Sequence& sequence) {
           repaired_.push_back(code);
         }
         break;
-      case Kind::B: return false;  // never in a sequence
+      default: return false;  // never in a sequence
     }
   }
   sequence.swap(repaired_);
@@ -81,7 +81,7 @@ bool Limits::hold(const std::vector<Sequence>& sequences) {
           ++count.input_grads;
           break;
         case Kind::W: held -= cost.memory_forward[s] - cost.memory_input_grad[s]; break;
-        case Kind::B: return false;  // never in a sequence
+        default: return false;  // never in a sequence
       }
     }
   }

@@ -7,10 +7,9 @@ Evaluator::Evaluator(const Problem& problem, const std::vector<std::int32_t>& in
     : problem_(problem),
       limits_(problem, in_flight),
       is_covered_(FastSimulator::covers(problem)),
-      ops_(static_cast<std::int64_t>(3) * problem.cost.stages() * problem.microbatches),
+      ops_(static_cast<std::int64_t>(3) * problem.stages * problem.microbatches),
       simulator_(problem),
-      job_(is_covered_ ? Job() : job_of(problem)),
-      exact_simulator_(job_, 1),
+      exact_simulator_(problem, 1),
       best_makespan_(kNever) {}
 
 double Evaluator::evaluate(const std::vector<Sequence>& sequences) {
@@ -36,7 +35,7 @@ bool Evaluator::keep(const std::vector<Sequence>& sequences, double makespan) {
 
 double Evaluator::time(const std::vector<Sequence>& sequences, double at_most) {
   if (is_covered_) return simulator_.makespan(sequences, at_most);
-  const Simulated found = exact_simulator_.run(to_job_orders(to_orders(sequences, problem_.cost.stages())));
+  const Simulated found = exact_simulator_.run(to_orders(sequences, problem_.stages));
   return found.complete && found.makespan <= at_most ? found.makespan : kNever;
 }
 

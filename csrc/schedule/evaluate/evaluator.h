@@ -6,9 +6,9 @@
 
 #include "schedule/bounds/limits.h"
 #include "schedule/evaluate/fast_simulator.h"
+#include "schedule/simulate/problem.h"
 #include "schedule/simulate/sequence.h"
 #include "schedule/simulate/simulator.h"
-#include "schedule/simulate/types.h"
 
 namespace adaptra::schedule {
 
@@ -44,8 +44,7 @@ class Evaluator {
   const bool is_covered_;
   const std::int64_t ops_;
   FastSimulator simulator_;
-  const Job job_;              // of use where the FastSimulator does not cover the problem
-  Simulator exact_simulator_;  //
+  Simulator exact_simulator_;  // of use where the FastSimulator does not cover the problem
   double best_makespan_;
   std::vector<Sequence> best_;
 };

@@ -30,11 +30,11 @@ FastSimulator::FastSimulator(const Problem& problem)
       forwards_(stages_, 0),
       gradients_(stages_, 0),
       weight_grads_(stages_, 0),
-      stages_of_(at(problem.ranks)),
-      memory_limit_(at(problem.ranks), kNever),
-      urgent_work_(at(problem.ranks), 0.0),
+      stages_of_(at(problem.workers)),
+      memory_limit_(at(problem.workers), kNever),
+      urgent_work_(at(problem.workers), 0.0),
       tail_(least_tails(problem)),
-      ranks_(at(problem.ranks)),
+      ranks_(at(problem.workers)),
       held_ranks_(receiver_waits_ ? ranks_.size() : 0),
       causes_(receiver_waits_ ? trace_.times.size() : 0, 0) {
   Links links;
@@ -139,7 +139,7 @@ void FastSimulator::resume(std::size_t rank, const Sequence& order, double since
       case Kind::F: ++forwards_[s]; break;
       case Kind::I: ++gradients_[s]; break;
       case Kind::W: ++weight_grads_[s]; break;
-      case Kind::B: break;  // never in a sequence
+      default: break;  // never in a sequence
     }
   }
   std::copy_n(first, count, trace_.times.begin() + static_cast<std::ptrdiff_t>(state.first_record));
@@ -265,7 +265,7 @@ bool FastSimulator::run_ahead(std::size_t rank, const Sequence& sequence, double
         break;
       }
       case Kind::W: end = released = start + cost_.weight_grad[s]; break;
-      case Kind::B: return false;  // never in a sequence
+      default: return false;  // never in a sequence
     }
     // F and I must end by last_urgent; W that follow the last of them may end later.
     const bool urgent = kind_of(code) != Kind::W || urgent_left > 0.5 * kTolerance;

@@ -7,8 +7,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "schedule/simulate/problem.h"
 #include "schedule/simulate/sequence.h"
-#include "schedule/simulate/types.h"
 
 namespace adaptra::schedule {
 

@@ -10,7 +10,7 @@
 #include <optional>
 #include <vector>
 
-#include "schedule/simulate/job.h"
+#include "schedule/simulate/problem.h"
 
 namespace adaptra::schedule {
 
@@ -25,14 +25,14 @@ struct Foreign {
 // A replica with lost workers. Of their orders only that each op stands somewhere matters.
 struct Home {
   std::int32_t replica;
-  std::vector<JobOrder> orders;
+  std::vector<Order> orders;
 };
 
 // The order of a worker that computes foreign microbatches, with Reduce and Step at its end.
 struct HostOrder {
   std::int32_t replica;
   std::int32_t stage;
-  JobOrder order;
+  Order order;
 };
 
 struct Insertion {
@@ -43,7 +43,7 @@ struct Insertion {
 // `pipeline` is one healthy replica with one stage per worker. It has no slow workers, and no message occupies a link. `orders`
 // are its orders, from which those of the hosts are made. No home is a host. `memory` has the most microbatches per stage,
 // `slack` that of the promises in times of F, I and W together. Nothing if memory or slack is too little.
-[[nodiscard]] std::optional<Insertion> insert_foreign(const Job& pipeline, const std::vector<JobOrder>& orders,
+[[nodiscard]] std::optional<Insertion> insert_foreign(const Problem& pipeline, const std::vector<Order>& orders,
                                                       const std::vector<Home>& homes, const std::vector<Foreign>& foreign,
                                                       const std::vector<std::int32_t>& memory, double slack);
 

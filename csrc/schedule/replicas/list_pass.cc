@@ -23,19 +23,27 @@ struct Moment {
   }
 };
 
-[[nodiscard]] bool computes(const JobNode& node) { return node.kind != JobKind::Reduce && node.kind != JobKind::Step; }
+[[nodiscard]] bool computes(const Node& node) { return !is_update(node.kind); }
 
 // Whether a microbatch begins or ends on a stage with this op.
-[[nodiscard]] bool is_outer(const JobNode& node, bool is_first) {
-  return is_first ? node.kind == JobKind::F : node.kind == JobKind::W || node.kind == JobKind::B;
+[[nodiscard]] bool is_outer(const Node& node, bool is_first) {
+  return is_first ? node.kind == Kind::F : node.kind == Kind::W || node.kind == Kind::B;
 }
 
 constexpr double kSlack = 1e-9;  // of a sum of memory over its limit, as adaptra.simulation.cost.MEMORY_TOLERANCE
 
 }  // namespace
 
-Room room_for(const std::vector<std::int32_t>& microbatches, std::size_t stages) {
-  return {{microbatches.begin(), microbatches.end()}, std::vector<double>(stages, 1.0), std::vector<double>(stages, 0.0)};
+Room room_for(const std::vector<std::int32_t>& microbatches, const Problem& problem) {
+  return {{microbatches.begin(), microbatches.end()},
+          std::vector<double>(problem.columns.size(), 1.0),
+          std::vector<double>(problem.columns.size(), 0.0)};
+}
+
+Room room_of(const Problem& problem) {
+  Room room{problem.cost.memory_limit, problem.cost.memory_forward, problem.cost.memory_input_grad};
+  if (room.most.empty()) room.most.assign(problem.slow.size(), std::numeric_limits<double>::infinity());
+  return room;
 }
 
 ListPass::ListPass(const Network& network, const Room& room) : network_(network), room_(room) {
@@ -45,9 +53,9 @@ ListPass::ListPass(const Network& network, const Room& room) : network_(network)
     graph->dependents.resize(count);
   }
   // Ops of one kind, replica and stage keep microbatch order on their worker; nodes are numbered in that order.
-  std::map<std::tuple<std::int32_t, std::int32_t, JobKind>, std::int32_t> before;
+  std::map<std::tuple<std::int32_t, std::int32_t, Kind>, std::int32_t> before;
   for (std::size_t index = 0; index < count; ++index) {
-    const JobNode& node = network.nodes[index];
+    const Node& node = network.nodes[index];
     if (!computes(node)) continue;
     ++ops_;
     const auto at = static_cast<std::int32_t>(index);
@@ -58,7 +66,7 @@ ListPass::ListPass(const Network& network, const Room& room) : network_(network)
       add(need.node, at, latency, need.transfer);
     }
     const auto [place, is_first] =
-        before.try_emplace({node.worker, node.replica * network.job.stages + node.stage, node.kind}, at);
+        before.try_emplace({node.worker, node.replica * network.problem.stages + node.stage, node.kind}, at);
     if (!is_first) {
       add(place->second, at, 0.0);
       place->second = at;
@@ -72,13 +80,13 @@ ListPass::ListPass(const Network& network, const Room& room) : network_(network)
   offered_.resize(network.workers());
   stages_of_.resize(network.workers());
   bool several = false;
-  for (std::size_t stage = 0; stage < network.job.columns.size(); ++stage) {
-    for (const std::int32_t worker : network.job.columns[stage]) {
+  for (std::size_t stage = 0; stage < network.problem.columns.size(); ++stage) {
+    for (const std::int32_t worker : network.problem.columns[stage]) {
       stages_of_[static_cast<std::size_t>(worker)].push_back(static_cast<std::int32_t>(stage));
       several = several || stages_of_[static_cast<std::size_t>(worker)].size() > 1;
     }
   }
-  if (several) begun_.resize(network.workers() * network.job.columns.size());
+  if (several) begun_.resize(network.workers() * network.problem.columns.size());
   expects_.resize(network.workers());
 }
 
@@ -130,29 +138,29 @@ bool ListPass::goes_later(std::int32_t a, std::int32_t b) const {
 }
 
 // What the op takes when it starts.
-double ListPass::taken_by(const JobNode& node) const {
+double ListPass::taken_by(const Node& node) const {
   const auto stage = static_cast<std::size_t>(node.stage);
   const double all = room_.taken[stage], early = room_.freed_by_input[stage];
-  if (!backwards_) return node.kind == JobKind::F ? all : 0.0;
-  return node.kind == JobKind::W ? all - early : node.kind == JobKind::I ? early : node.kind == JobKind::B ? all : 0.0;
+  if (!backwards_) return node.kind == Kind::F ? all : 0.0;
+  return node.kind == Kind::W ? all - early : node.kind == Kind::I ? early : node.kind == Kind::B ? all : 0.0;
 }
 
 // What it frees when it ends.
-double ListPass::freed_by(const JobNode& node) const {
+double ListPass::freed_by(const Node& node) const {
   const auto stage = static_cast<std::size_t>(node.stage);
   const double all = room_.taken[stage], early = room_.freed_by_input[stage];
-  if (backwards_) return node.kind == JobKind::F ? all : 0.0;
-  return node.kind == JobKind::W ? all - early : node.kind == JobKind::I ? early : node.kind == JobKind::B ? all : 0.0;
+  if (backwards_) return node.kind == Kind::F ? all : 0.0;
+  return node.kind == Kind::W ? all - early : node.kind == Kind::I ? early : node.kind == Kind::B ? all : 0.0;
 }
 
 // What must be free for it to start. Backwards a W leaves room for an I, so that no worker waits for what only that would free.
-double ListPass::lasting(const JobNode& node) const {
+double ListPass::lasting(const Node& node) const {
   return is_outer(node, !backwards_) ? room_.taken[static_cast<std::size_t>(node.stage)] : taken_by(node);
 }
 
 // Of several stages each keeps one place, so that none waits for a place that only its own ops would free.
 bool ListPass::fits(std::int32_t node) const {
-  const JobNode& one = network_.nodes[static_cast<std::size_t>(node)];
+  const Node& one = network_.nodes[static_cast<std::size_t>(node)];
   const auto worker = static_cast<std::size_t>(one.worker);
   const double needed = lasting(one);
   if (needed == 0.0) return true;
@@ -165,7 +173,7 @@ bool ListPass::fits(std::int32_t node) const {
 }
 
 bool ListPass::delays_a_better_one(std::int32_t node, double now) const {
-  const JobNode& one = network_.nodes[static_cast<std::size_t>(node)];
+  const Node& one = network_.nodes[static_cast<std::size_t>(node)];
   const std::vector<std::int32_t>& expects = expects_[static_cast<std::size_t>(one.worker)];
   return std::any_of(expects.begin(), expects.end(), [&](std::int32_t other) {
     return expected_[static_cast<std::size_t>(other)] < now + patience_ * one.duration && goes_later(node, other) &&
@@ -192,11 +200,11 @@ std::int32_t ListPass::take(std::size_t worker, double now) {
   return chosen;
 }
 
-void ListPass::hold(const JobNode& node, double more) { held_[static_cast<std::size_t>(node.worker)] += more; }
+void ListPass::hold(const Node& node, double more) { held_[static_cast<std::size_t>(node.worker)] += more; }
 
 void ListPass::start(std::int32_t node, double now) {
   const auto at = static_cast<std::size_t>(node);
-  const JobNode& one = network_.nodes[at];
+  const Node& one = network_.nodes[at];
   const auto worker = static_cast<std::size_t>(one.worker);
   hold(one, taken_by(one));
   if (!begun_.empty() && is_outer(one, !backwards_)) ++begun_[place_of(worker, one.stage)];
@@ -252,7 +260,7 @@ bool ListPass::run(bool backwards, const std::vector<double>& priority, const st
         continue;
       }
       const auto at = static_cast<std::size_t>(moment.which);
-      const JobNode& node = network_.nodes[at];
+      const Node& node = network_.nodes[at];
       const auto worker = static_cast<std::size_t>(node.worker);
       touched.push_back(worker);
       if (moment.what == Moment::What::Arrival) {

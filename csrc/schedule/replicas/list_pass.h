@@ -22,7 +22,10 @@ struct Room {
 };
 
 // That of workers which may hold so many microbatches from the start of F to the end of W.
-[[nodiscard]] Room room_for(const std::vector<std::int32_t>& microbatches, std::size_t stages);
+[[nodiscard]] Room room_for(const std::vector<std::int32_t>& microbatches, const Problem& problem);
+
+// That of the cost model, without a limit where it has none.
+[[nodiscard]] Room room_of(const Problem& problem);
 
 class ListPass {
  public:
@@ -66,12 +69,12 @@ class ListPass {
   [[nodiscard]] bool delays_a_better_one(std::int32_t node, double now) const;
   [[nodiscard]] bool goes_later(std::int32_t a, std::int32_t b) const;
   [[nodiscard]] std::int32_t take(std::size_t worker, double now);
-  [[nodiscard]] double taken_by(const JobNode& node) const;
-  [[nodiscard]] double freed_by(const JobNode& node) const;
-  [[nodiscard]] double lasting(const JobNode& node) const;
-  void hold(const JobNode& node, double more);
+  [[nodiscard]] double taken_by(const Node& node) const;
+  [[nodiscard]] double freed_by(const Node& node) const;
+  [[nodiscard]] double lasting(const Node& node) const;
+  void hold(const Node& node, double more);
   [[nodiscard]] std::size_t place_of(std::size_t worker, std::int32_t stage) const {
-    return worker * network_.job.columns.size() + static_cast<std::size_t>(stage);
+    return worker * network_.problem.columns.size() + static_cast<std::size_t>(stage);
   }
 
   const Network& network_;

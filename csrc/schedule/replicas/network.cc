@@ -5,48 +5,49 @@
 
 namespace adaptra::schedule {
 
-Network::Network(const Job& given, const std::vector<JobOrder>& orders) : job(given) {
-  if (job.rule[0].empty()) throw std::invalid_argument("a job without the rule of needs");
-  for (const Link& link : job.links) links_[{link.source, link.destination}] = &link;
-  const std::size_t ops = job.holder.size();
+Network::Network(const Problem& given, const std::vector<Order>& orders) : problem(given) {
+  if (problem.rule[0].empty()) throw std::invalid_argument("a problem without the rule of needs");
+  for (const Link& link : problem.links) links_[{link.source, link.destination}] = &link;
+  const std::size_t ops = problem.holder.size();
   for (std::vector<std::int32_t>& table : made_) table.assign(ops, kNone);
-  for (const JobOrder& order : orders) {
+  for (const Order& order : orders) {
     first.push_back(static_cast<std::int32_t>(nodes.size()));
-    for (const JobOp& op : order) number(op);
+    for (const Op& op : order) number(op);
   }
   first.push_back(static_cast<std::int32_t>(nodes.size()));
   std::int32_t node = 0;
   for (std::size_t worker = 0; worker < orders.size(); ++worker) {
-    for (const JobOp& op : orders[worker])
-      connect(nodes[static_cast<std::size_t>(node++)], op, static_cast<std::int32_t>(worker));
+    for (const Op& op : orders[worker]) connect(nodes[static_cast<std::size_t>(node++)], op, static_cast<std::int32_t>(worker));
   }
 }
 
-void Network::number(const JobOp& op) {
+void Network::number(const Op& op) {
   const auto node = static_cast<std::int32_t>(nodes.size());
   nodes.push_back({});
-  if (op.kind == JobKind::Reduce || op.kind == JobKind::Step) return;
-  made_[static_cast<std::size_t>(op.kind)][job.index(op.replica, op.stage, op.microbatch)] = node;
+  if (is_update(op.kind)) return;
+  made_[static_cast<std::size_t>(op.kind)][problem.index(op.replica, op.stage, op.microbatch)] = node;
 }
 
-void Network::connect(JobNode& node, const JobOp& op, std::int32_t worker) {
+void Network::connect(Node& node, const Op& op, std::int32_t worker) {
   node.worker = worker;
   node.replica = op.replica;
   node.stage = op.stage;
   node.kind = op.kind;
-  node.duration = job.duration(op.stage, op.kind) * job.slow[static_cast<std::size_t>(worker)];
-  if (op.kind == JobKind::Reduce || op.kind == JobKind::Step) return;
+  node.duration = problem.cost.duration(op.stage, op.kind) * problem.slow[static_cast<std::size_t>(worker)];
+  if (is_update(op.kind)) return;
   auto next = node.needs.begin();
-  for (const JobRow& row : job.rule[static_cast<std::size_t>(op.kind)]) {
+  for (const Row& row : problem.rule[static_cast<std::size_t>(op.kind)]) {
     const std::int32_t stage = op.stage + row.offset, microbatch = op.microbatch + row.later;
-    if (stage < 0 || stage >= job.stages || microbatch < 0 || !counts(row, op.stage)) continue;
-    const std::size_t at = job.index(op.replica, stage, microbatch);
-    for (const JobKind kind : row.kinds) next->node = std::max(next->node, made_[static_cast<std::size_t>(kind)][at]);
-    if (const std::int32_t other = job.holder[at]; other != worker) {
+    if (stage < 0 || stage >= problem.stages || microbatch < 0 || !counts(row, op.stage)) continue;
+    const std::size_t at = problem.index(op.replica, stage, microbatch);
+    for (std::size_t kind = 0; kind < made_.size(); ++kind) {
+      if (row.is_met_by(static_cast<Kind>(kind))) next->node = std::max(next->node, made_[kind][at]);
+    }
+    if (const std::int32_t other = problem.holder[at]; other != worker) {
       if (row.when == When::Always) {
         carry(*next, stage, op.stage, other, worker);
       } else {
-        next->delay = job.hand_over;
+        next->delay = problem.hand_over;
       }
     }
     ++next;
@@ -54,10 +55,10 @@ void Network::connect(JobNode& node, const JobOp& op, std::int32_t worker) {
 }
 
 // Rows that count between two workers only are needs on one worker too: it runs a stage's ops in microbatch order anyway.
-bool Network::counts(const JobRow& row, std::int32_t stage) const {
+bool Network::counts(const Row& row, std::int32_t stage) const {
   switch (row.when) {
-    case When::HandedOver: return job.hands_over;
-    case When::Changing: return job.changing[static_cast<std::size_t>(stage)] != 0;
+    case When::HandedOver: return problem.hands_over;
+    case When::Changing: return problem.changing[static_cast<std::size_t>(stage)] != 0;
     case When::Always: return true;
   }
   return true;  // unreachable; GCC does not see that the switch is complete
@@ -65,10 +66,11 @@ bool Network::counts(const JobRow& row, std::int32_t stage) const {
 
 void Network::carry(Need& need, std::int32_t from, std::int32_t to, std::int32_t source, std::int32_t destination) {
   const auto edge = static_cast<std::size_t>(std::min(from, to));
-  Link link = {source, destination, job.latency_forward[edge], job.occupancy_forward[edge]};
-  if (to < from) link = {source, destination, job.latency_backward[edge], job.occupancy_backward[edge]};
+  Link link = {source, destination, problem.cost.latency_forward[edge], problem.cost.occupancy_forward[edge]};
+  if (to < from) link = {source, destination, problem.cost.latency_backward[edge], problem.cost.occupancy_backward[edge]};
   if (const auto found = links_.find({source, destination}); found != links_.end()) link = *found->second;
-  const double gives = job.port[static_cast<std::size_t>(source)], takes = job.port[static_cast<std::size_t>(destination)];
+  const double gives = problem.port[static_cast<std::size_t>(source)],
+               takes = problem.port[static_cast<std::size_t>(destination)];
   if (link.occupancy == 0.0 && gives == 0.0 && takes == 0.0) {
     need.delay = link.latency;
     return;

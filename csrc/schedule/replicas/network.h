@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "schedule/simulate/job.h"
+#include "schedule/simulate/problem.h"
 
 namespace adaptra::schedule {
 
@@ -23,11 +23,11 @@ struct Need {
   double delay = 0.0;             // of a message that occupies nothing
 };
 
-struct JobNode {
+struct Node {
   std::int32_t replica;
   std::int32_t worker;
   std::int32_t stage;
-  JobKind kind;
+  Kind kind;
   double duration;
   std::array<Need, kMostNeeds> needs;
 };
@@ -39,13 +39,13 @@ struct Transfer {
   double latency;
 };
 
-// The nodes of the given orders, numbered worker by worker. Keeps a reference to the job.
+// The nodes of the given orders, numbered worker by worker. Keeps a reference to the problem.
 class Network {
  public:
-  Network(const Job& job, const std::vector<JobOrder>& orders);
+  Network(const Problem& problem, const std::vector<Order>& orders);
 
-  const Job& job;
-  std::vector<JobNode> nodes;
+  const Problem& problem;
+  std::vector<Node> nodes;
   std::vector<std::int32_t> first;  // per worker: its first node; and one more
   std::vector<Transfer> transfers;
   std::int32_t resources = 0;
@@ -53,15 +53,15 @@ class Network {
   [[nodiscard]] std::size_t workers() const { return first.size() - 1; }
 
  private:
-  void number(const JobOp& op);
-  void connect(JobNode& node, const JobOp& op, std::int32_t worker);
-  [[nodiscard]] bool counts(const JobRow& row, std::int32_t stage) const;
+  void number(const Op& op);
+  void connect(Node& node, const Op& op, std::int32_t worker);
+  [[nodiscard]] bool counts(const Row& row, std::int32_t stage) const;
   void carry(Need& need, std::int32_t from, std::int32_t to, std::int32_t source, std::int32_t destination);
   std::int32_t resource_of(std::int32_t source, std::int32_t destination);
 
   std::map<std::pair<std::int32_t, std::int32_t>, const Link*> links_;
   std::map<std::pair<std::int32_t, std::int32_t>, std::int32_t> resource_of_;
-  std::array<std::vector<std::int32_t>, std::tuple_size_v<JobRule>>
+  std::array<std::vector<std::int32_t>, std::tuple_size_v<Rule>>
       made_;  // per kind: the node of (replica, stage, microbatch); kNone
 };
 

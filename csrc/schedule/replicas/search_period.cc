@@ -19,23 +19,23 @@ constexpr std::int32_t kFewSteps = 2;
 constexpr double kTolerance = 1e-12;  // relative, for sums that are added in another order
 
 // Every worker's ops, each kind in microbatch order, then each Reduce, then each Step.
-std::vector<JobOrder> all_ops(const Job& job) {
-  std::vector<JobOrder> orders(static_cast<std::size_t>(job.workers));
-  for (const JobKind kind : {JobKind::F, JobKind::I, JobKind::W}) {
-    for (std::int32_t replica = 0; replica < job.replicas; ++replica) {
-      for (std::int32_t stage = 0; stage < job.stages; ++stage) {
-        for (std::int32_t microbatch = 0; microbatch < job.microbatches; ++microbatch) {
-          const std::int32_t worker = job.holder[job.index(replica, stage, microbatch)];
+std::vector<Order> all_ops(const Problem& problem) {
+  std::vector<Order> orders(static_cast<std::size_t>(problem.workers));
+  for (const Kind kind : {Kind::F, Kind::I, Kind::W}) {
+    for (std::int32_t replica = 0; replica < problem.replicas; ++replica) {
+      for (std::int32_t stage = 0; stage < problem.stages; ++stage) {
+        for (std::int32_t microbatch = 0; microbatch < problem.microbatches; ++microbatch) {
+          const std::int32_t worker = problem.holder[problem.index(replica, stage, microbatch)];
           orders[static_cast<std::size_t>(worker)].push_back({replica, stage, kind, microbatch});
         }
       }
     }
   }
-  for (const JobKind kind : {JobKind::Reduce, JobKind::Step}) {
-    for (std::size_t stage = 0; stage < job.columns.size(); ++stage) {
-      for (const std::int32_t worker : job.columns[stage]) {
+  for (const Kind kind : {Kind::Reduce, Kind::Step}) {
+    for (std::size_t stage = 0; stage < problem.columns.size(); ++stage) {
+      for (const std::int32_t worker : problem.columns[stage]) {
         orders[static_cast<std::size_t>(worker)].push_back(
-            {job.home[static_cast<std::size_t>(worker)], static_cast<std::int32_t>(stage), kind, 0});
+            {problem.home[static_cast<std::size_t>(worker)], static_cast<std::int32_t>(stage), kind, 0});
       }
     }
   }
@@ -44,23 +44,23 @@ std::vector<JobOrder> all_ops(const Job& job) {
 
 class Search {
  public:
-  Search(const Job& job, const PeriodSearch& options)
-      : job_(job),
+  Search(const Problem& problem, const PeriodSearch& options)
+      : problem_(problem),
         options_(options),
-        ops_(all_ops(job)),
-        network_(job, ops_),
+        ops_(all_ops(problem)),
+        network_(problem, ops_),
         pass_(network_, options.room),
-        simulator_(job, kSteps),
-        brief_(job, kFewSteps),
+        simulator_(problem, kSteps),
+        brief_(problem, kFewSteps),
         rng_(options.seed),
         no_release_(network_.workers(), 0.0) {
-    for (const JobOrder& order : ops_) flat_.insert(flat_.end(), order.begin(), order.end());
+    for (const Order& order : ops_) flat_.insert(flat_.end(), order.begin(), order.end());
     double total = 0.0;
-    for (const JobNode& node : network_.nodes) total += node.duration;
+    for (const Node& node : network_.nodes) total += node.duration;
     mean_ = total / static_cast<double>(std::max<std::size_t>(network_.nodes.size(), 1));
   }
 
-  std::optional<JobPlan> run() {
+  std::optional<Plan> run() {
     if (!options_.start.empty()) {
       const std::vector<double> priority = starts_of(options_.start);
       for (const double patience : {1.0, 0.0}) {
@@ -82,13 +82,13 @@ class Search {
       descend(priority, static_cast<double>(rng_.below(3)) / 2.0);
     }
     if (best_.empty()) return std::nullopt;
-    return JobPlan{best_period_, orders_of(best_)};
+    return Plan{best_period_, orders_of(best_)};
   }
 
  private:
   // The orders of all workers' nodes, one worker after the other.
-  [[nodiscard]] std::vector<JobOrder> orders_of(const std::vector<std::int32_t>& sequence) const {
-    std::vector<JobOrder> orders(ops_.size());
+  [[nodiscard]] std::vector<Order> orders_of(const std::vector<std::int32_t>& sequence) const {
+    std::vector<Order> orders(ops_.size());
     for (std::size_t worker = 0; worker < ops_.size(); ++worker) {
       orders[worker].reserve(ops_[worker].size());
       for (std::int32_t at = network_.first[worker]; at < network_.first[worker + 1]; ++at)
@@ -108,32 +108,32 @@ class Search {
   [[nodiscard]] std::vector<double> rule(int own, bool weights_first) const {
     std::vector<double> priority(network_.nodes.size());
     for (std::size_t index = 0; index < priority.size(); ++index) {
-      const JobOp& op = flat_[index];
-      const bool is_own = job_.home[static_cast<std::size_t>(network_.nodes[index].worker)] == op.replica;
-      const double kind = op.kind == JobKind::I ? 0.0 : (op.kind == JobKind::F) != weights_first ? 1.0 : 2.0;
+      const Op& op = flat_[index];
+      const bool is_own = problem_.home[static_cast<std::size_t>(network_.nodes[index].worker)] == op.replica;
+      const double kind = op.kind == Kind::I ? 0.0 : (op.kind == Kind::F) != weights_first ? 1.0 : 2.0;
       const double foreign = own >= 2 ? (is_own ? 1.0 : 0.0) : (is_own ? 0.0 : 1.0);
       const double microbatch = op.microbatch, replica = op.replica;
-      const double rank = own % 2 == 1 ? (foreign * job_.microbatches + microbatch) : (microbatch * 2.0 + foreign);
-      priority[index] = kind * 1e9 + rank * job_.replicas + replica;
+      const double rank = own % 2 == 1 ? (foreign * problem_.microbatches + microbatch) : (microbatch * 2.0 + foreign);
+      priority[index] = kind * 1e9 + rank * problem_.replicas + replica;
     }
     return priority;
   }
 
   // The start of each op in the first step under these orders; nothing if they wait for each other.
-  [[nodiscard]] std::vector<double> starts_of(const std::vector<JobOrder>& orders) {
+  [[nodiscard]] std::vector<double> starts_of(const std::vector<Order>& orders) {
     std::array<std::vector<std::int32_t>, 3> node_of;
-    for (std::vector<std::int32_t>& table : node_of) table.assign(job_.holder.size(), kNone);
-    const auto place = [&](const JobOp& op) -> std::int32_t& {
-      return node_of[static_cast<std::size_t>(op.kind)][job_.index(op.replica, op.stage, op.microbatch)];
+    for (std::vector<std::int32_t>& table : node_of) table.assign(problem_.holder.size(), kNone);
+    const auto place = [&](const Op& op) -> std::int32_t& {
+      return node_of[static_cast<std::size_t>(op.kind)][problem_.index(op.replica, op.stage, op.microbatch)];
     };
     for (std::size_t index = 0; index < flat_.size(); ++index) {
-      if (flat_[index].kind <= JobKind::W) place(flat_[index]) = static_cast<std::int32_t>(index);
+      if (flat_[index].kind <= Kind::W) place(flat_[index]) = static_cast<std::int32_t>(index);
     }
     std::vector<std::int32_t> sequence(network_.nodes.size());
     std::iota(sequence.begin(), sequence.end(), 0);  // Reduce and Step keep their places behind the other ops
     for (std::size_t worker = 0; worker < orders.size(); ++worker) {
       std::int32_t at = network_.first[worker];
-      for (const JobOp& op : orders[worker]) sequence[static_cast<std::size_t>(at++)] = place(op);
+      for (const Op& op : orders[worker]) sequence[static_cast<std::size_t>(at++)] = place(op);
     }
     const Simulated found = brief_.run(orders_of(sequence), Detail::Times);
     if (!found.complete) return {};
@@ -153,7 +153,7 @@ class Search {
     for (double least = std::numeric_limits<double>::infinity(); !ends();) {
       spent_ += static_cast<std::int64_t>(network_.nodes.size());
       if (!pass_.run(false, priority, no_release_, patience)) return;
-      const std::vector<JobOrder> orders = orders_of(pass_.sequence());
+      const std::vector<Order> orders = orders_of(pass_.sequence());
       Simulated found = brief_.run(orders);
       if (found.complete && found.period < best_period_ * (1.0 - kTolerance)) found = simulator_.run(orders);
       if (!found.complete) return;
@@ -176,22 +176,22 @@ class Search {
   }
 
   [[nodiscard]] std::vector<double> release_backwards(const std::vector<double>& starts) const {
-    std::vector<double> begins(network_.workers(), 0.0), by_stage(job_.columns.size(), 0.0);
+    std::vector<double> begins(network_.workers(), 0.0), by_stage(problem_.columns.size(), 0.0);
     double latest = 0.0;
     for (std::size_t stage = 0; stage < by_stage.size(); ++stage) {
       double first = std::numeric_limits<double>::infinity();
-      for (const std::int32_t worker : job_.columns[stage]) {
+      for (const std::int32_t worker : problem_.columns[stage]) {
         for (std::int32_t at = network_.first[static_cast<std::size_t>(worker)];
              at < network_.first[static_cast<std::size_t>(worker) + 1]; ++at) {
-          if (network_.nodes[static_cast<std::size_t>(at)].kind == JobKind::F)
+          if (network_.nodes[static_cast<std::size_t>(at)].kind == Kind::F)
             first = std::min(first, starts[static_cast<std::size_t>(at)]);
         }
       }
-      by_stage[stage] = (job_.barrier ? 0.0 : first - job_.step[stage]) - job_.reduce[stage];
+      by_stage[stage] = (problem_.barrier ? 0.0 : first - problem_.cost.step[stage]) - problem_.cost.reduce[stage];
       latest = std::max(latest, by_stage[stage]);
     }
     for (std::size_t stage = 0; stage < by_stage.size(); ++stage) {
-      for (const std::int32_t worker : job_.columns[stage]) {
+      for (const std::int32_t worker : problem_.columns[stage]) {
         double& begin = begins[static_cast<std::size_t>(worker)];
         begin = std::max(begin, latest - by_stage[stage]);
       }
@@ -199,16 +199,16 @@ class Search {
     return begins;
   }
 
-  const Job& job_;
+  const Problem& problem_;
   const PeriodSearch& options_;
-  const std::vector<JobOrder> ops_;
+  const std::vector<Order> ops_;
   const Network network_;
   ListPass pass_;
   Simulator simulator_;
   Simulator brief_;  // for what is no better after few steps already
   Rng rng_;
   const std::vector<double> no_release_;
-  JobOrder flat_;
+  Order flat_;
   double mean_ = 0.0;
   std::int64_t spent_ = 0;
   double best_period_ = std::numeric_limits<double>::infinity();
@@ -218,6 +218,6 @@ class Search {
 
 }  // namespace
 
-std::optional<JobPlan> search_period(const Job& job, const PeriodSearch& search) { return Search(job, search).run(); }
+std::optional<Plan> search_period(const Problem& problem, const PeriodSearch& search) { return Search(problem, search).run(); }
 
 }  // namespace adaptra::schedule

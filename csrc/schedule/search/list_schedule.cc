@@ -10,18 +10,18 @@ namespace adaptra::schedule {
 ListScheduler::ListScheduler(const Problem& problem)
     : problem_(problem),
       cost_(problem.cost),
-      stages_count_(problem.cost.stages()),
-      stages_of_(at(problem.ranks)),
-      limit_(at(problem.ranks), kNever),
-      work_(at(problem.ranks), 0.0),
-      urgent_(at(problem.ranks), 0.0),
+      stages_count_(problem.stages),
+      stages_of_(at(problem.workers)),
+      limit_(at(problem.workers), kNever),
+      work_(at(problem.workers), 0.0),
+      urgent_(at(problem.workers), 0.0),
       tail_(least_tails(problem)),
       stages_(at(stages_count_)),
-      ranks_(at(problem.ranks)),
+      ranks_(at(problem.workers)),
       forward_due_(at(stages_count_) * at(problem.microbatches)),
       gradient_due_(at(stages_count_) * at(problem.microbatches)),
       holds_(problem.cost.blocking == Blocking::Both ? 2 * at(stages_count_) : 0),
-      sequences_(at(problem.ranks)) {
+      sequences_(at(problem.workers)) {
   for (std::int32_t stage = stages_count_ - 1; stage >= 0; --stage) {
     const std::size_t rank = at(problem.placement[at(stage)]);
     stages_of_[rank].push_back(stage);
@@ -36,7 +36,7 @@ ListScheduler::ListScheduler(const Problem& problem)
     forward_.push_back({cost_.occupancy_forward[edge], cost_.latency_forward[edge], 0.0});
     backward_.push_back({cost_.occupancy_backward[edge], cost_.latency_backward[edge], 0.0});
   }
-  while (leaves_ < problem.ranks) leaves_ *= 2;
+  while (leaves_ < problem.workers) leaves_ *= 2;
   time_.assign(at(leaves_), kNever);
   first_.assign(at(2 * leaves_), 0);
   for (std::int32_t leaf = 0; leaf < leaves_; ++leaf) first_[at(leaves_ + leaf)] = leaf;
@@ -75,7 +75,7 @@ void ListScheduler::reset() {
   std::fill(gradient_due_.begin(), gradient_due_.end(), kNever);
   std::fill(holds_.begin(), holds_.end(), Hold{kNever, 0.0});
   ops_left_ = static_cast<std::int64_t>(3) * stages_count_ * problem_.microbatches;
-  std::fill_n(time_.begin(), problem_.ranks, 0.0);
+  std::fill_n(time_.begin(), problem_.workers, 0.0);
   for (std::int32_t node = leaves_ - 1; node > 0; --node) {
     const std::int32_t left = first_[at(2 * node)], right = first_[at(2 * node + 1)];
     first_[at(node)] = time_[at(left)] <= time_[at(right)] ? left : right;
@@ -102,7 +102,7 @@ void ListScheduler::finish(RankState& rank) {
       --stages_[s].in_flight;
       return;
     case Kind::W: rank.memory -= cost_.memory_forward[s] - cost_.memory_input_grad[s]; return;
-    case Kind::B: return;  // never dispatched
+    default: return;  // never dispatched
   }
 }
 
@@ -196,7 +196,7 @@ double ListScheduler::start(std::int32_t index, Choice choice, double now) {
       return choice.stage > 0 ? send(choice.stage, false, microbatch, now, end) : end;
     }
     case Kind::W: ++state.weight_grads; return end;
-    case Kind::B: return end;  // never dispatched
+    default: return end;  // never dispatched
   }
   return end;  // unreachable; GCC does not see that the switch is complete
 }

@@ -10,8 +10,8 @@
 #include <optional>
 #include <vector>
 
+#include "schedule/simulate/problem.h"
 #include "schedule/simulate/sequence.h"
-#include "schedule/simulate/types.h"
 
 namespace adaptra::schedule {
 

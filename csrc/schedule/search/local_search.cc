@@ -211,7 +211,7 @@ bool LocalSearch::move_one() {
 
 // Moves the op of one kind and microbatch by the same number of places on a run of neighbouring stages.
 bool LocalSearch::move_several(std::size_t rank, std::int32_t code, std::int32_t microbatch, std::int32_t by) {
-  const std::int32_t stages = problem_.cost.stages();
+  const std::int32_t stages = problem_.stages;
   const std::int32_t step = rng_.below(2) == 0 ? 1 : -1;
   std::int32_t stage = stage_of(code);
   bool changed = false;

@@ -10,7 +10,7 @@
 #include "schedule/evaluate/fast_simulator.h"
 #include "schedule/search/rng.h"
 #include "schedule/search/search_arm.h"
-#include "schedule/simulate/types.h"
+#include "schedule/simulate/problem.h"
 
 namespace adaptra::schedule {
 

@@ -41,8 +41,8 @@ double PolicyClimb::time(const Policy& policy, double at_most) {
 }
 
 void PolicyClimb::change(Policy& policy) {
-  const std::int32_t stages = problem_.cost.stages();
-  if (problem_.ranks < stages && rng_.below(8) == 0) policy.deep_first = !policy.deep_first;
+  const std::int32_t stages = problem_.stages;
+  if (problem_.workers < stages && rng_.below(8) == 0) policy.deep_first = !policy.deep_first;
   std::int32_t first = rng_.below(stages), last = first;
   if (rng_.below(2) == 0) last = rng_.below(stages);
   if (first > last) std::swap(first, last);

@@ -21,9 +21,9 @@ namespace {
 // Makes the orders of an Alternation. Each stage runs its warm-up forwards, then in turn I, the W that is `deferred`
 // microbatches older, and one forward.
 std::vector<Sequence> alternating_sequences(const Problem& problem, const Alternation& alternation) {
-  std::vector<Sequence> sequences(at(problem.ranks));
+  std::vector<Sequence> sequences(at(problem.workers));
   const std::int32_t microbatches = problem.microbatches;
-  for (std::int32_t stage = 0; stage < problem.cost.stages(); ++stage) {
+  for (std::int32_t stage = 0; stage < problem.stages; ++stage) {
     Sequence& sequence = sequences[at(problem.placement[at(stage)])];
     std::int32_t forwards = std::min(alternation.warm_up[at(stage)], microbatches), weight_grads = 0;
     sequence.assign(at(forwards), code_of(stage, Kind::F));
@@ -91,7 +91,7 @@ class Search {
     if (evaluator_.best_makespan() == kNever) return std::nullopt;
     if (!done()) add_arms(std::move(policies));
     while (!done()) take_turn(next());
-    return Plan{evaluator_.best_makespan(), to_orders(evaluator_.best(), problem_.cost.stages())};
+    return Plan{evaluator_.best_makespan(), to_orders(evaluator_.best(), problem_.stages)};
   }
 
  private:

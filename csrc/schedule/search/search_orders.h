@@ -6,15 +6,9 @@
 #include <optional>
 #include <vector>
 
-#include "schedule/simulate/types.h"
+#include "schedule/simulate/problem.h"
 
 namespace adaptra::schedule {
-
-// The best orders found, and their exact makespan.
-struct Plan {
-  double makespan;
-  std::vector<Order> orders;
-};
 
 // Orders of the family of 1F1B, ZB-H1 and ZB-H2, one number per stage. A stage runs `warm_up` forwards, then in turn I, the W
 // that is `deferred` microbatches older, and a forward.

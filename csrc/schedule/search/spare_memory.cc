@@ -27,10 +27,9 @@ class SpareMemory {
         at_most_(at_most),
         left_(effort),
         sequences_(to_sequences(orders)),
-        least_(at(problem.ranks), 0.0),
+        least_(at(problem.workers), 0.0),
         fit_(problem),
-        job_(job_of(problem)),
-        simulator_(job_, steps) {
+        simulator_(problem, steps) {
     for (std::size_t s = 0; s < problem.placement.size(); ++s)
       least_[at(problem.placement[s])] += problem.cost.memory_forward[s];
     for (const Sequence& sequence : sequences_) peaks_.push_back(peak(sequence));
@@ -45,7 +44,7 @@ class SpareMemory {
       for (const std::size_t rank : all)
         if (take({rank}, (1.0 - kPrecision) * peaks_[rank])) lower({rank});
     }
-    return to_orders(sequences_, problem_.cost.stages());
+    return to_orders(sequences_, problem_.stages);
   }
 
  private:
@@ -90,9 +89,9 @@ class SpareMemory {
       left_ -= evaluator_.timing_effort();
       return evaluator_.time(sequences, at_most_);
     }
-    const std::vector<Order> orders = to_orders(sequences, problem_.cost.stages());
+    const std::vector<Order> orders = to_orders(sequences, problem_.stages);
     for (const Order& order : orders) left_ -= static_cast<std::int64_t>(order.size()) * steps_;
-    const Simulated found = simulator_.run(to_job_orders(orders));
+    const Simulated found = simulator_.run(orders);
     return found.complete ? found.period : kNever;
   }
 
@@ -103,8 +102,7 @@ class SpareMemory {
       switch (kind_of(code)) {
         case Kind::F: held += problem_.cost.memory_forward[s]; break;
         case Kind::I: held -= problem_.cost.memory_input_grad[s]; break;
-        case Kind::W:
-        case Kind::B: held -= problem_.cost.memory_forward[s] - problem_.cost.memory_input_grad[s]; break;
+        default: held -= problem_.cost.memory_forward[s] - problem_.cost.memory_input_grad[s]; break;
       }
       most = std::max(most, held);
     }
@@ -120,7 +118,6 @@ class SpareMemory {
   std::vector<double> least_;  // per rank, the memory of one microbatch
   std::vector<double> peaks_;  // per rank
   FitMemory fit_;
-  const Job job_;
   Simulator simulator_;
 };
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "schedule/simulate/types.h"
+#include "schedule/simulate/problem.h"
 
 namespace adaptra::schedule {
 

@@ -20,7 +20,7 @@ SteadyStateClimb::SteadyStateClimb(const Problem& problem, const std::vector<std
       most_(most),
       evaluator_(evaluator),
       simulator_(problem),
-      orders_(at(problem.ranks)) {
+      orders_(at(problem.workers)) {
   const auto within = [&](std::vector<std::int32_t> counts) {
     for (std::size_t stage = 0; stage < counts.size(); ++stage) counts[stage] = std::clamp(counts[stage], 1, most[stage]);
     return counts;
@@ -35,7 +35,7 @@ SteadyStateClimb::SteadyStateClimb(const Problem& problem, const std::vector<std
 
 double SteadyStateClimb::time(const Pattern& pattern, double at_most) {
   for (Sequence& order : orders_) order.clear();
-  for (std::int32_t stage = 0; stage < problem_.cost.stages(); ++stage) {
+  for (std::int32_t stage = 0; stage < problem_.stages; ++stage) {
     Sequence& order = orders_[at(problem_.placement[at(stage)])];
     std::int32_t forwards = 0;
     const auto forward = [&] {
@@ -54,7 +54,7 @@ double SteadyStateClimb::time(const Pattern& pattern, double at_most) {
 
 // Changes one kind of number on a run of neighbouring stages.
 void SteadyStateClimb::change(Pattern& pattern) {
-  const std::int32_t stages = problem_.cost.stages();
+  const std::int32_t stages = problem_.stages;
   const std::int32_t first = rng_.below(stages), last = std::min(stages - 1, first + rng_.geometric(stages));
   const auto knob = static_cast<Knob>(rng_.below(3));
   const std::int32_t by = (rng_.below(2) == 0 ? 1 : -1) * (1 + rng_.below(2));

@@ -7,23 +7,23 @@
 
 namespace adaptra::schedule {
 
-Contents contents_of(const Job& job, const std::vector<JobOrder>& orders) {
-  constexpr unsigned kForward = bit_of(JobKind::F), kAll = kForward | bit_of(JobKind::I) | bit_of(JobKind::W);
-  std::vector<std::uint8_t> made(job.holder.size(), 0);
+Contents contents_of(const Problem& problem, const std::vector<Order>& orders) {
+  constexpr unsigned kForward = bit_of(Kind::F), kAll = kForward | bit_of(Kind::I) | bit_of(Kind::W);
+  std::vector<std::uint8_t> made(problem.holder.size(), 0);
   bool updates = false;
-  if (orders.size() != job.slow.size()) return Contents::Misplaced;
+  if (orders.size() != problem.slow.size()) return Contents::Misplaced;
   for (std::size_t worker = 0; worker < orders.size(); ++worker) {
-    for (const JobOp& op : orders[worker]) {
-      const bool exists = op.replica >= 0 && op.replica < job.replicas && op.stage >= 0 && op.stage < job.stages &&
-                          op.microbatch >= 0 && op.microbatch < job.microbatches;
+    for (const Op& op : orders[worker]) {
+      const bool exists = op.replica >= 0 && op.replica < problem.replicas && op.stage >= 0 && op.stage < problem.stages &&
+                          op.microbatch >= 0 && op.microbatch < problem.microbatches;
       if (!exists) return Contents::Misplaced;
-      if (op.kind == JobKind::Reduce || op.kind == JobKind::Step) {
+      if (is_update(op.kind)) {
         updates = true;
         continue;
       }
-      const std::size_t index = job.index(op.replica, op.stage, op.microbatch);
-      if (job.holder[index] != static_cast<std::int32_t>(worker)) return Contents::Misplaced;
-      const unsigned bits = op.kind == JobKind::B ? kAll - kForward : bit_of(op.kind);
+      const std::size_t index = problem.index(op.replica, op.stage, op.microbatch);
+      if (problem.holder[index] != static_cast<std::int32_t>(worker)) return Contents::Misplaced;
+      const unsigned bits = op.kind == Kind::B ? kAll - kForward : bit_of(op.kind);
       if ((made[index] & bits) != 0) return Contents::Misplaced;
       made[index] = static_cast<std::uint8_t>(made[index] | bits);
     }
@@ -35,10 +35,10 @@ Contents contents_of(const Job& job, const std::vector<JobOrder>& orders) {
   return updates ? Contents::Misplaced : all(kForward) ? Contents::Forwards : Contents::Partial;
 }
 
-Peaks peaks(const Cost& cost, const std::vector<JobOrder>& orders) {
-  const auto is_forward = [](const JobOp& op) { return op.kind == JobKind::F; };
+Peaks peaks(const Cost& cost, const std::vector<Order>& orders) {
+  const auto is_forward = [](const Op& op) { return op.kind == Kind::F; };
   const bool forward_only = std::all_of(
-      orders.begin(), orders.end(), [&](const JobOrder& order) { return std::all_of(order.begin(), order.end(), is_forward); });
+      orders.begin(), orders.end(), [&](const Order& order) { return std::all_of(order.begin(), order.end(), is_forward); });
   Peaks found;
   found.in_flight.assign(cost.forward.size(), 0);
   found.memory.assign(orders.size(), 0.0);
@@ -46,10 +46,10 @@ Peaks peaks(const Cost& cost, const std::vector<JobOrder>& orders) {
   for (std::size_t worker = 0; worker < orders.size(); ++worker) {
     double held = 0.0;
     std::fill(in_flight.begin(), in_flight.end(), 0);
-    for (const JobOp& op : orders[worker]) {
+    for (const Op& op : orders[worker]) {
       const std::size_t stage = at(op.stage);
       switch (op.kind) {
-        case JobKind::F:
+        case Kind::F:
           held += cost.memory_forward[stage];
           ++in_flight[stage];
           found.memory[worker] = std::max(found.memory[worker], held);
@@ -59,17 +59,17 @@ Peaks peaks(const Cost& cost, const std::vector<JobOrder>& orders) {
             --in_flight[stage];
           }
           break;
-        case JobKind::I:
+        case Kind::I:
           held -= cost.memory_input_grad[stage];
           --in_flight[stage];
           break;
-        case JobKind::W: held -= cost.memory_forward[stage] - cost.memory_input_grad[stage]; break;
-        case JobKind::B:
+        case Kind::W: held -= cost.memory_forward[stage] - cost.memory_input_grad[stage]; break;
+        case Kind::B:
           held -= cost.memory_forward[stage];
           --in_flight[stage];
           break;
-        case JobKind::Reduce:
-        case JobKind::Step: break;
+        case Kind::Reduce:
+        case Kind::Step: break;
       }
     }
   }

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "schedule/simulate/job.h"
+#include "schedule/simulate/problem.h"
 
 namespace adaptra::schedule {
 
@@ -13,7 +13,7 @@ namespace adaptra::schedule {
 // microbatch on every stage.
 enum class Contents : std::uint8_t { Misplaced, Partial, Forwards, Whole };
 
-[[nodiscard]] Contents contents_of(const Job& job, const std::vector<JobOrder>& orders);
+[[nodiscard]] Contents contents_of(const Problem& problem, const std::vector<Order>& orders);
 
 // Most microbatches in flight per stage on a worker: F started, I or B not ended. And most memory held per worker, by the same
 // accounting as adaptra.simulation.cost.CostModel. A program without gradients keeps nothing for them: there an F frees at its
@@ -24,6 +24,6 @@ struct Peaks {
 };
 
 // Requires orders that are not misplaced. Needs no times: a worker executes one op at a time, so its order decides.
-[[nodiscard]] Peaks peaks(const Cost& cost, const std::vector<JobOrder>& orders);
+[[nodiscard]] Peaks peaks(const Cost& cost, const std::vector<Order>& orders);
 
 }  // namespace adaptra::schedule

@@ -15,45 +15,37 @@ constexpr std::int32_t kNobody = -1;
 
 }  // namespace
 
-std::vector<JobOrder> to_job_orders(const std::vector<Order>& orders) {
-  std::vector<JobOrder> found(orders.size());
-  for (std::size_t rank = 0; rank < orders.size(); ++rank) {
-    found[rank].reserve(orders[rank].size());
-    for (const Op& op : orders[rank]) found[rank].push_back({0, op.stage, static_cast<JobKind>(op.kind), op.microbatch});
-  }
-  return found;
-}
-
 bool Simulator::Event::operator>(const Event& other) const {
   return std::tie(time, round, begins, goes_second, worker) >
          std::tie(other.time, other.round, other.begins, other.goes_second, other.worker);
 }
 
-Simulator::Simulator(const Job& job, std::int32_t steps)
-    : job_(job),
+Simulator::Simulator(const Problem& problem, std::int32_t steps)
+    : problem_(problem),
       steps_(steps),
-      rule_(job),
-      ways_(job.slow.size()),
-      numbers_(job.slow.size() + 1),
-      needs_time_order_(job.half_duplex || job.blocking == Blocking::Both ||
-                        std::any_of(job.port.begin(), job.port.end(), [](double time) { return time > 0.0; })) {
-  for (std::int32_t stage = 0; stage < job.stages; ++stage) {
-    for (std::size_t kind = 0; kind < kJobKinds; ++kind) duration_.push_back(job.duration(stage, static_cast<JobKind>(kind)));
+      rule_(problem),
+      ways_(problem.slow.size()),
+      numbers_(problem.slow.size() + 1),
+      needs_time_order_(problem.cost.half_duplex || problem.cost.blocking == Blocking::Both ||
+                        std::any_of(problem.port.begin(), problem.port.end(), [](double time) { return time > 0.0; })) {
+  for (std::int32_t stage = 0; stage < problem.stages; ++stage) {
+    for (std::size_t kind = 0; kind < kKinds; ++kind)
+      duration_.push_back(problem.cost.duration(stage, static_cast<Kind>(kind)));
   }
-  for (const std::vector<std::int32_t>& column : job.columns) reduces_ += column.size();
+  for (const std::vector<std::int32_t>& column : problem.columns) reduces_ += column.size();
 }
 
-void Simulator::reset(const std::vector<JobOrder>& orders, Detail detail) {
+void Simulator::reset(const std::vector<Order>& orders, Detail detail) {
   orders_ = &orders;
   times_wanted_ = detail == Detail::Times;
-  const auto is_forward = [](const JobOp& op) { return op.kind == JobKind::F; };
-  const bool forward_only = steps_ > 2 && std::all_of(orders.begin(), orders.end(), [&](const JobOrder& order) {
+  const auto is_forward = [](const Op& op) { return op.kind == Kind::F; };
+  const bool forward_only = steps_ > 2 && std::all_of(orders.begin(), orders.end(), [&](const Order& order) {
                               return std::all_of(order.begin(), order.end(), is_forward);
                             });
   slots_.resize(static_cast<std::size_t>(forward_only ? steps_ : std::min(steps_, 2)));
   for (Slot& slot : slots_) {
-    slot.there.assign(job_.holder.size() * rule_.columns, -1.0);
-    slot.reduced.assign(job_.columns.size(), {});
+    slot.there.assign(problem_.holder.size() * rule_.columns, -1.0);
+    slot.reduced.assign(problem_.columns.size(), {});
     slot.barrier = {};
   }
   workers_.assign(orders.size(), {});
@@ -64,17 +56,17 @@ void Simulator::reset(const std::vector<JobOrder>& orders, Detail detail) {
     state.slot = slots_.data();
     if (state.next == state.end) {
       state.step = steps_;
-    } else if (orders[worker].back().kind != JobKind::Step) {
-      for (std::size_t stage = 0; stage < job_.columns.size(); ++stage) {
-        const std::vector<std::int32_t>& column = job_.columns[stage];
+    } else if (orders[worker].back().kind != Kind::Step) {
+      for (std::size_t stage = 0; stage < problem_.columns.size(); ++stage) {
+        const std::vector<std::int32_t>& column = problem_.columns[stage];
         if (std::find(column.begin(), column.end(), static_cast<std::int32_t>(worker)) != column.end())
-          state.update += job_.step[stage];
+          state.update += problem_.cost.step[stage];
       }
     }
   }
   std::fill(resource_free_.begin(), resource_free_.end(), 0.0);
   at_barrier_.clear();
-  if (job_.blocking == Blocking::Both) under_way_.assign(orders.size(), {});
+  if (problem_.cost.blocking == Blocking::Both) under_way_.assign(orders.size(), {});
   ends_.assign(orders.size() * static_cast<std::size_t>(steps_), 0.0);
   ready_.clear();
   for (std::size_t worker = orders.size(); worker-- > 0;) ready_.push_back(static_cast<std::int32_t>(worker));
@@ -84,10 +76,10 @@ void Simulator::reset(const std::vector<JobOrder>& orders, Detail detail) {
   result_.ops.resize(orders.size());
   for (std::size_t worker = 0; worker < orders.size(); ++worker)
     result_.ops[worker].reserve(orders[worker].size() * static_cast<std::size_t>(steps_));
-  result_.messages.reserve(2 * job_.holder.size());
+  result_.messages.reserve(2 * problem_.holder.size());
 }
 
-Simulated Simulator::run(const std::vector<JobOrder>& orders, Detail detail) {
+Simulated Simulator::run(const std::vector<Order>& orders, Detail detail) {
   reset(orders, detail);
   if (needs_time_order_) {
     run_in_time_order();
@@ -107,16 +99,16 @@ Simulated Simulator::run(const std::vector<JobOrder>& orders, Detail detail) {
 }
 
 // The time since which all inputs of `op` are there; negative while one is missing.
-double Simulator::inputs_there(std::int32_t worker, const JobOp& op) const {
+double Simulator::inputs_there(std::int32_t worker, const Op& op) const {
   const double* const known =
-      workers_[at(worker)].slot->there.data() + job_.index(op.replica, op.stage, op.microbatch) * rule_.columns;
+      workers_[at(worker)].slot->there.data() + problem_.index(op.replica, op.stage, op.microbatch) * rule_.columns;
   double there = 0.0;
   for (const Column& column : rule_.needs[static_cast<std::size_t>(op.kind)]) {
     const std::int32_t stage = op.stage + column.offset, microbatch = op.microbatch + column.later;
-    if (!exists(stage, job_.stages) || !exists(microbatch, job_.microbatches)) continue;
+    if (!exists(stage, problem_.stages) || !exists(microbatch, problem_.microbatches)) continue;
     if (column.when != When::Always) {
-      if (job_.holder[job_.index(op.replica, stage, microbatch)] == worker) continue;
-      if (column.when == When::Changing && job_.changing[at(stage)] == 0) continue;
+      if (problem_.holder[problem_.index(op.replica, stage, microbatch)] == worker) continue;
+      if (column.when == When::Changing && problem_.changing[at(stage)] == 0) continue;
     }
     const double since = known[column.index];
     if (since < 0.0) return since;
@@ -127,21 +119,21 @@ double Simulator::inputs_there(std::int32_t worker, const JobOp& op) const {
 
 // True if the needs of the worker's next op are met, with the time from which they are. Otherwise what it lacks wakes it.
 bool Simulator::find_ready(std::int32_t worker, double& ready) {
-  const JobOp& op = *workers_[at(worker)].next;
-  if (op.kind == JobKind::Reduce) return find_reduced(worker, op, ready);
-  if (op.kind == JobKind::Step) {
+  const Op& op = *workers_[at(worker)].next;
+  if (op.kind == Kind::Reduce) return find_reduced(worker, op, ready);
+  if (op.kind == Kind::Step) {
     ready = 0.0;
-    return !job_.barrier || find_all_reduced(worker, ready);
+    return !problem_.barrier || find_all_reduced(worker, ready);
   }
   ready = inputs_there(worker, op);
   return ready >= 0.0;
 }
 
 // The same for a Reduce, which waits for the last worker of its stage. That one wakes the others.
-bool Simulator::find_reduced(std::int32_t worker, const JobOp& op, double& ready) {
+bool Simulator::find_reduced(std::int32_t worker, const Op& op, double& ready) {
   Worker& state = workers_[at(worker)];
   Reduction& reduction = state.slot->reduced[at(op.stage)];
-  const std::vector<std::int32_t>& column = job_.columns[at(op.stage)];
+  const std::vector<std::int32_t>& column = problem_.columns[at(op.stage)];
   if (reduction.step != state.step) reduction = {state.step, 0, 0.0};
   if (!std::exchange(state.has_come, true)) {
     reduction.last = std::max(reduction.last, state.free);
@@ -151,7 +143,7 @@ bool Simulator::find_reduced(std::int32_t worker, const JobOp& op, double& ready
       }
     }
   }
-  ready = reduction.last + job_.reduce[at(op.stage)];
+  ready = reduction.last + problem_.cost.reduce[at(op.stage)];
   return reduction.come == column.size();
 }
 
@@ -174,8 +166,8 @@ void Simulator::wake(std::int32_t worker) {
 double Simulator::begin(std::int32_t worker, double start) {
   const std::size_t w = at(worker);
   Worker& state = workers_[w];
-  const JobOp& op = *state.next;
-  const double end = start + duration_[at(op.stage) * kJobKinds + static_cast<std::size_t>(op.kind)] * job_.slow[w];
+  const Op& op = *state.next;
+  const double end = start + duration_[at(op.stage) * kKinds + static_cast<std::size_t>(op.kind)] * problem_.slow[w];
   if (times_wanted_) {
     if (state.step == 0) {
       if (result_.ops[w].empty()) result_.first_start[w] = start;
@@ -190,11 +182,11 @@ double Simulator::begin(std::int32_t worker, double start) {
 void Simulator::finish(std::int32_t worker, double end) {
   const std::size_t w = at(worker);
   Worker& state = workers_[w];
-  const JobOp& op = *state.next;
+  const Op& op = *state.next;
   state.free = end;
   state.has_come = false;
   publish(worker, op, end);
-  if (op.kind == JobKind::Reduce && job_.barrier) {
+  if (op.kind == Kind::Reduce && problem_.barrier) {
     Reduction& barrier = state.slot->barrier;
     if (barrier.step != state.step) barrier = {state.step, 0, 0.0};
     barrier.last = std::max(barrier.last, end);
@@ -211,26 +203,26 @@ void Simulator::finish(std::int32_t worker, double end) {
 }
 
 // Makes the output of an op known where it is needed, and sends the messages with it.
-void Simulator::publish(std::int32_t worker, const JobOp& op, double end) {
+void Simulator::publish(std::int32_t worker, const Op& op, double end) {
   Worker& state = workers_[at(worker)];
   double* const there = state.slot->there.data();
   const std::size_t columns = rule_.columns;
   // What the op waited for makes room for the same of a later step.
   if (at(steps_) > slots_.size()) {
-    const std::size_t row = job_.index(op.replica, op.stage, op.microbatch) * columns;
+    const std::size_t row = problem_.index(op.replica, op.stage, op.microbatch) * columns;
     for (const Column& column : rule_.needs[static_cast<std::size_t>(op.kind)]) there[row + column.index] = -1.0;
   }
   for (const Column& column : rule_.meets[static_cast<std::size_t>(op.kind)]) {
     const std::int32_t stage = op.stage - column.offset, microbatch = op.microbatch - column.later;
-    if (!exists(stage, job_.stages) || !exists(microbatch, job_.microbatches)) continue;
-    const std::size_t consumer = job_.index(op.replica, stage, microbatch);
-    const std::int32_t destination = job_.holder[consumer];
+    if (!exists(stage, problem_.stages) || !exists(microbatch, problem_.microbatches)) continue;
+    const std::size_t consumer = problem_.index(op.replica, stage, microbatch);
+    const std::int32_t destination = problem_.holder[consumer];
     Travel travel{end, end};
     if (column.when != When::Always) {
-      travel.arrived += job_.hand_over;
+      travel.arrived += problem_.hand_over;
     } else if (destination != worker) {
       travel = send(way_of(worker, destination, op.stage, stage), end);
-      if (job_.blocking != Blocking::None) state.free = std::max(state.free, travel.arrived);
+      if (problem_.cost.blocking != Blocking::None) state.free = std::max(state.free, travel.arrived);
     }
     there[consumer * columns + column.index] = travel.arrived;
     if (destination != worker) wake(destination);
@@ -249,7 +241,7 @@ Simulator::Travel Simulator::send(const Way& way, double posted) {
     leaves = std::max(leaves, free);
   }
   const Travel travel{departed, leaves + way.latency};
-  if (job_.blocking == Blocking::Both) under_way_[at(way.destination)].push_back(travel);
+  if (problem_.cost.blocking == Blocking::Both) under_way_[at(way.destination)].push_back(travel);
   return travel;
 }
 
@@ -265,9 +257,9 @@ const Simulator::Way& Simulator::new_way(std::int32_t source, std::int32_t desti
   std::vector<Way>& ways = ways_[at(source)];
   const std::size_t edge = at(std::min(from, to));
   Way way{destination, from, to};
-  way.latency = (to > from ? job_.latency_forward : job_.latency_backward)[edge];
-  double occupancy = (to > from ? job_.occupancy_forward : job_.occupancy_backward)[edge];
-  for (const Link& link : job_.links) {
+  way.latency = (to > from ? problem_.cost.latency_forward : problem_.cost.latency_backward)[edge];
+  double occupancy = (to > from ? problem_.cost.occupancy_forward : problem_.cost.occupancy_backward)[edge];
+  for (const Link& link : problem_.links) {
     if (link.source == source && link.destination == destination) {
       way.latency = link.latency;
       occupancy = link.occupancy;
@@ -277,10 +269,10 @@ const Simulator::Way& Simulator::new_way(std::int32_t source, std::int32_t desti
     way.resource[way.occupied] = resource_of(first, second);
     way.occupancy[way.occupied++] = time;
   };
-  const bool turned = job_.half_duplex && destination < source;
-  if (job_.port[at(source)] > 0.0) occupies(job_.port[at(source)], source, kNobody);
+  const bool turned = problem_.cost.half_duplex && destination < source;
+  if (problem_.port[at(source)] > 0.0) occupies(problem_.port[at(source)], source, kNobody);
   occupies(occupancy, turned ? destination : source, turned ? source : destination);
-  if (job_.port[at(destination)] > 0.0) occupies(job_.port[at(destination)], kNobody, destination);
+  if (problem_.port[at(destination)] > 0.0) occupies(problem_.port[at(destination)], kNobody, destination);
   return ways.emplace_back(way);
 }
 
@@ -343,7 +335,7 @@ void Simulator::look_at(std::int32_t worker) {
   if (state.running || state.step == steps_ || !find_ready(worker, ready)) return;
   state.running = true;
   const double start = std::max(state.free, ready);
-  if (job_.blocking == Blocking::Both) {
+  if (problem_.cost.blocking == Blocking::Both) {
     begin_at(worker, std::max(start, now_));
   } else {
     end_at(worker, begin(worker, start));
@@ -355,7 +347,7 @@ void Simulator::begin_at(std::int32_t worker, double time) {
 }
 
 void Simulator::end_at(std::int32_t worker, double time) {
-  const bool second = job_.half_duplex && workers_[at(worker)].next->kind != JobKind::F;
+  const bool second = problem_.cost.half_duplex && workers_[at(worker)].next->kind != Kind::F;
   events_.push({time, time > now_ ? 0 : round_ + 1, false, second, worker});
 }
 

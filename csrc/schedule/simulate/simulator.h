@@ -14,7 +14,7 @@
 #include <queue>
 #include <vector>
 
-#include "schedule/simulate/job.h"
+#include "schedule/simulate/problem.h"
 #include "schedule/simulate/rule.h"
 
 namespace adaptra::schedule {
@@ -50,21 +50,18 @@ struct Simulated {
   std::vector<Message> messages;           // of the first step, in no promised order
 };
 
-// The ops of one pipeline as those of a job of one replica.
-[[nodiscard]] std::vector<JobOrder> to_job_orders(const std::vector<Order>& orders);
-
 // Simulates again and again under different orders. The period is taken between the ends of the middle and of the last step.
 //
 // Steps of training overlap by less than two. A worker reaches step k + 2 only when every worker of its replica has come to
 // step k + 1. So two slots hold all that any op still needs. Forwards alone have a slot for each step.
 class Simulator {
  public:
-  // Keeps a reference to the job. Throws std::invalid_argument when its rule can't be met by messages between neighbours.
-  Simulator(const Job& job, std::int32_t steps);
+  // Keeps a reference to the problem. Throws std::invalid_argument when its rule can't be met by messages between neighbours.
+  Simulator(const Problem& problem, std::int32_t steps);
 
   // Every op must lie on its holder and occur once. With several steps every microbatch must have F on every stage, and either
   // all or none must have I with W, or B. Reduce and Step of a stage stand in this order behind its W.
-  [[nodiscard]] Simulated run(const std::vector<JobOrder>& orders, Detail detail = Detail::Summary);
+  [[nodiscard]] Simulated run(const std::vector<Order>& orders, Detail detail = Detail::Summary);
 
  private:
   // What a message between two workers occupies: their link, and the ports that take time.
@@ -80,9 +77,9 @@ class Simulator {
   };
   struct Slot;
   struct Worker {
-    const JobOp* next = nullptr;  // in its order
-    const JobOp* end = nullptr;   // of its order
-    Slot* slot = nullptr;         // of its step
+    const Op* next = nullptr;  // in its order
+    const Op* end = nullptr;   // of its order
+    Slot* slot = nullptr;      // of its step
     std::int32_t step = 0;
     double free = 0.0;      // the time from which it may start an op
     double update = 0.0;    // the time between its steps, if its order has no Step
@@ -111,14 +108,14 @@ class Simulator {
     bool operator>(const Event& other) const;
   };
 
-  void reset(const std::vector<JobOrder>& orders, Detail detail);
+  void reset(const std::vector<Order>& orders, Detail detail);
   [[nodiscard]] bool find_ready(std::int32_t worker, double& ready);
-  [[nodiscard]] bool find_reduced(std::int32_t worker, const JobOp& op, double& ready);
+  [[nodiscard]] bool find_reduced(std::int32_t worker, const Op& op, double& ready);
   [[nodiscard]] bool find_all_reduced(std::int32_t worker, double& ready);
-  [[nodiscard]] double inputs_there(std::int32_t worker, const JobOp& op) const;
+  [[nodiscard]] double inputs_there(std::int32_t worker, const Op& op) const;
   double begin(std::int32_t worker, double start);
   void finish(std::int32_t worker, double end);
-  void publish(std::int32_t worker, const JobOp& op, double end);
+  void publish(std::int32_t worker, const Op& op, double end);
   Travel send(const Way& way, double posted);
   const Way& way_of(std::int32_t source, std::int32_t destination, std::int32_t from, std::int32_t to);
   const Way& new_way(std::int32_t source, std::int32_t destination, std::int32_t from, std::int32_t to);
@@ -131,7 +128,7 @@ class Simulator {
   void end_at(std::int32_t worker, double time);
   [[nodiscard]] double held_until(std::int32_t worker);
 
-  const Job& job_;
+  const Problem& problem_;
   const std::int32_t steps_;
   const CompiledRule rule_;
   std::vector<double> duration_;        // per stage and kind
@@ -141,7 +138,7 @@ class Simulator {
   bool needs_time_order_;
   std::size_t reduces_ = 0;  // the Reduce ops of one step
 
-  const std::vector<JobOrder>* orders_ = nullptr;
+  const std::vector<Order>* orders_ = nullptr;
   bool times_wanted_ = false;
   std::vector<Slot> slots_;
   std::vector<Worker> workers_;

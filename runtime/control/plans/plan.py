@@ -13,6 +13,7 @@ from adaptra.program import Program
 from adaptra.program.placement import Edge
 from adaptra.runtime.control_store.schema import Fields
 from adaptra.simulation.case import Case
+from adaptra.simulation.case_files import case_from_json, case_to_json
 
 MAX_REASON: Final = 10_000
 """The longest reason of a plan, in characters."""
@@ -71,7 +72,7 @@ class Plan:
             "version": self.version,
             "program": str(self.program),
             "digest": self.digest,
-            "case": self.case.to_json(),
+            "case": case_to_json(self.case),
             "predicted": self.predicted,
             "bound": self.bound,
             "reason": self.reason,
@@ -94,7 +95,7 @@ class Plan:
             plan = Plan(
                 version=fields.whole("version"),
                 program=Program.parse(fields.text("program")),
-                case=Case.from_json(fields.raw("case")),
+                case=case_from_json(fields.raw("case")),
                 predicted=fields.number("predicted"),
                 bound=fields.number("bound"),
                 reason=fields.text("reason", at_most=MAX_REASON),

@@ -11,6 +11,8 @@ from jobs import even_case
 
 from adaptra.planning.routes.job_planner import plan_job
 from adaptra.planning.routes.large_jobs import LargePlan, plan_large
+from adaptra.program import Kind
+from adaptra.program.dependencies import RULE, Row
 from adaptra.program.verify import verify
 from adaptra.simulation.case import Case, WorkerLink
 from adaptra.simulation.cost import CostModel
@@ -94,3 +96,15 @@ def test_other_cases_are_left_to_the_search() -> None:
     assert plan_large(replace(case, links={(0, 1): WorkerLink(1.0, 0.0)})) is None
     assert plan_large(replace(case, lost=frozenset(range(0, 15, 3)))) is None, "most replicas have lost workers"
     assert plan_large(replace(case, lost=frozenset({1}))) is not None
+
+
+@pytest.mark.parametrize("row", [Row(+1, (Kind.F,), -1), Row(0, (Kind.I,), -2)], ids=["next stage", "two in flight"])
+def test_who_inserts_goes_by_the_table_of_needs(monkeypatch: pytest.MonkeyPatch, row: Row) -> None:
+    """With one need more of each F, steps take longer, and what the plan says of them still holds."""
+    late = Case(CostModel.uniform(3, 1, 1, 1, latency=5), 6, (0, 1, 2)).of_replicas(4, 1, 1)
+    case = replace(late, lost=frozenset({late.worker(1, 0), late.worker(1, 1)}))
+    free = check(case)
+    monkeypatch.setitem(RULE, Kind.F, (*RULE[Kind.F], row))
+    held_up = check(case)
+    assert free is not None and held_up is not None
+    assert held_up.period > free.period

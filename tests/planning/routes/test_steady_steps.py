@@ -19,11 +19,12 @@ from adaptra.planning.routes.joined_programs import join
 from adaptra.planning.routes.steady_steps import PERIOD, pipeline_bound, timing_of
 from adaptra.planning.timing import MAKESPAN
 from adaptra.program import Op, Program
-from adaptra.program.dependencies import RULE
 from adaptra.program.schedules import GENERATORS, generate
 from adaptra.program.verify import verify
 from adaptra.simulation.case import Case
+from adaptra.simulation.case_files import case_from_json, case_to_json
 from adaptra.simulation.cost import Blocking, CostModel
+from adaptra.simulation.job import pipeline_of
 from adaptra.simulation.simulate import STEPS, simulate
 
 EVEN = Case(CostModel.uniform(4, 1, 1, 1), 16, (0, 1, 2, 3))
@@ -84,9 +85,9 @@ def test_shared_edges_and_blocking_messages_count_as_in_the_steps_written_out(
 @pytest.mark.parametrize("number", range(6))
 def test_the_search_times_steps_as_the_simulator_does(number: int) -> None:
     case = uneven(number)
-    found = _C.search_period_of(case, 20_000, 0, None, RULE, 0.0)
+    found = _C.search_period(pipeline_of(case, case.cost), None, 20_000, 0, None, 0.0)
     assert found is not None
-    program = Program.of_pipeline("found", case.placement, case.microbatches, found[1])
+    program = Program.of_pipeline("found", case.placement, case.microbatches, found[1].computed())
     assert simulate(program, case.cost).period == pytest.approx(found[0], rel=1e-12)
     assert not simulate(program, case.cost).over_memory
 
@@ -121,9 +122,9 @@ def test_a_rank_updates_between_its_steps_and_neither_bound_nor_search_forgets_i
     needed = PERIOD.needed_memory(case, PERIOD.of(best, case.cost))
     assert needed is not None
     assert all(map(float.__le__, needed, (most + 1e-6 for most in simulate(best, case.cost).peak_memory)))
-    searched = _C.search_period_of(case, 20_000, 0, None, RULE, 0.0)
+    searched = _C.search_period(pipeline_of(case, case.cost), None, 20_000, 0, None, 0.0)
     assert searched is not None
-    program = Program.of_pipeline("found", case.placement, case.microbatches, searched[1])
+    program = Program.of_pipeline("found", case.placement, case.microbatches, searched[1].computed())
     assert simulate(program, case.cost).period == pytest.approx(searched[0], rel=1e-12)
 
 
@@ -136,7 +137,7 @@ def test_a_plan_that_knows_of_an_update_repeats_sooner_than_one_that_does_not() 
 
 def test_updates_are_part_of_a_case_and_of_step_where_there_are_several_replicas() -> None:
     case = with_updates(3)
-    assert Case.from_json(case.to_json()) == case and "t_update" not in uneven(3).to_json()["case"]
+    assert case_from_json(case_to_json(case)) == case and "t_update" not in case_to_json(uneven(3))["case"]
     together = case.of_replicas(2, step=1.0)
     assert together.step == tuple(1.0 + one for one in case.cost.update) and not any(together.cost.update)
     with pytest.raises(CaseError, match=r"^uneven 3: t_update: expected none with several replicas, which have t_opt"):
@@ -239,14 +240,14 @@ def test_cases_that_only_the_makespans_search_knows_are_planned_by_it(changed: d
     found = PERIOD.plan(case)
     assert PERIOD.of(found, case.cost) <= PERIOD.of(plan(case), case.cost)
     with pytest.raises(ValueError, match="does not block"):
-        _C.search_period_of(case, 1000, 0, None, RULE, 0.0)
+        _C.search_period(pipeline_of(case, case.cost), None, 1000, 0, None, 0.0)
 
 
 def test_a_search_begins_with_whole_orders_of_its_case_only() -> None:
     for other in (generate("1f1b", 4, 15), generate("1f1b", 4, 16)):
         fused = replace(other, orders=(other.orders[0][:-1], *other.orders[1:]))
         with pytest.raises(ValueError, match="start: expected all F, I and W of the case"):
-            _C.search_period_of(EVEN, 1000, 0, None, RULE, 0.0, _C.to_orders(fused.orders))
+            _C.search_period(pipeline_of(EVEN, EVEN.cost), None, 1000, 0, None, 0.0, _C.to_orders(fused.orders))
 
 
 def test_what_counts_behind_a_barrier_is_the_makespan() -> None:
