@@ -22,6 +22,7 @@ from adaptra.program.placement import Edge, in_turn, stages_of
 from adaptra.program.routing import Grid
 from adaptra.simulation.case_fields import CaseFields
 from adaptra.simulation.cost import Blocking, CostModel
+from adaptra.sizes import MemoryLimit
 
 PIPELINE_VERSION: Final = 1
 """The version of a file of one pipeline."""
@@ -428,7 +429,7 @@ def _pipeline_of(fields: CaseFields, name: str) -> Case:
         blocking=_blocking(fields.given("blocking_comm", False)),
         memory_forward=fields.numbers("mem_f", stages, 1),
         memory_input_grad=fields.numbers("mem_b", stages, 0.5),
-        memory_limit=None if fields.given("mem_cap", None) is None else fields.numbers("mem_cap", ranks),
+        memory_limit=None if fields.given("mem_cap", None) is None else MemoryLimit(fields.numbers("mem_cap", ranks)),
         update=fields.numbers("t_update", stages, 0),
     )
     return Case(cost, microbatches, placement, name, fields.flag("barrier"))

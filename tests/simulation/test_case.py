@@ -111,7 +111,7 @@ def test_a_missing_field_is_named() -> None:
         Case.from_json({name: value for name, value in SMALL.items() if name != "t_w"})
 
 
-ALONE = Case(replace(CostModel.uniform(2, 1, 2, 3, latency=4), memory_limit=(3.0, 2.0)), 4, barrier=True)
+ALONE = Case(CostModel.uniform(2, 1, 2, 3, latency=4).limited((3.0, 2.0)), 4, barrier=True)
 
 
 def test_one_pipeline_is_a_case_of_one_replica_and_keeps_its_file() -> None:
