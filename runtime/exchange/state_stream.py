@@ -17,7 +17,8 @@ from torch import Tensor
 
 from adaptra.errors import ControlError
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
-from adaptra.runtime.control_store.schema import MAX_BYTES, Fields, decode
+from adaptra.json_files import Fields
+from adaptra.runtime.control_store.schema import MAX_BYTES, decode
 from adaptra.runtime.exchange.tensor_memory import TensorForm
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 

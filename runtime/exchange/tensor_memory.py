@@ -12,7 +12,7 @@ from torch import Tensor
 
 from adaptra.checks import is_whole
 from adaptra.graph.ops.specs import dtype_name
-from adaptra.runtime.control_store.schema import Fields
+from adaptra.json_files import Fields
 
 MOVABLE: Final = {
     dtype_name(dtype): dtype

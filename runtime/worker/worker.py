@@ -18,6 +18,7 @@ from torch import Tensor
 from adaptra.errors import AdaptraError, LaunchError, PeerLostError
 from adaptra.graph import CompiledStages
 from adaptra.graph.inner_compiler import prepare
+from adaptra.json_files import Fields
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.planning.routes.joined_programs import join
 from adaptra.program import Program
@@ -29,7 +30,6 @@ from adaptra.runtime.control.deciding.policy import ControllerOptions
 from adaptra.runtime.control.deciding.replanning import Planning
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.control.plans.plan import Plan
-from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.control_store.stores import error_of_store
 from adaptra.runtime.exchange.store_exchange import gather
@@ -364,7 +364,7 @@ class Worker:
             return None
         gathered = [Fields(one, "records of a rank") for one in found]
         measured = [StepRecords.from_json(one.raw("records")) for one in gathered]
-        texts = [one.raw_or_none("program") for one in gathered]
+        texts = [one.raw("program", None) for one in gathered]
         programs = [Program.parse(text) for text in texts if isinstance(text, str)]
         is_joined = len(programs) > 1
         if is_joined:
