@@ -41,7 +41,6 @@ from adaptra.runtime.outputs.sharing import SharedOutputs
 from adaptra.runtime.outputs.step_outputs import StepOutputs
 from adaptra.runtime.rdma.watch import RdmaEvent, watch
 from adaptra.runtime.telemetry.rank import RankTelemetry
-from adaptra.runtime.telemetry.start import agree_on_run
 from adaptra.runtime.transports.base import Identity
 from adaptra.runtime.transports.process_groups import collectives_of_user
 from adaptra.runtime.worker.call_numbers import CallNumbers
@@ -131,7 +130,7 @@ class Worker:
         self._listener = Listener(self.abort, self._awaited_from, WorkerId(job.rank))
         context.membership.add(self._listener)
         self._watcher = watch(transport.rdma_devices, self._record_link_event)
-        telemetry.started(agree_on_run(job.store), initial)
+        telemetry.started(initial)
 
     def step(
         self,
