@@ -55,6 +55,7 @@ from adaptra.runtime.worker.step.step_parts import Batch, StepParts
 from adaptra.runtime.worker.step.two_pass import PendingBackward, TwoPassStep
 from adaptra.runtime.world.world import ProcessId, WorkerId
 from adaptra.simulation.timeline import Timeline
+from adaptra.weakly import weakly
 
 
 class Worker:
@@ -107,7 +108,7 @@ class Worker:
         self.last: Final = LastSteps(len(self._parts.factory.own))
         self._programs = RankPrograms(compiled, self._parts, context, initial)
         self.values: Final = RankValues(
-            context, self._parts.factory, self._programs.buffers, self.numbers, self._meeting, self.check
+            context, self._parts.factory, self._programs.buffers, self.numbers, weakly(self._meeting), weakly(self.check)
         )
         # Replicas that compute for each other agree on one plan log.
         log = job if planning.replicas > 1 else transport
@@ -123,11 +124,13 @@ class Worker:
             initial,
             replace(planning, ahead_of_need=InsertComm.for_contract(transport.contract).ahead_of_need),
             options=ControllerOptions(adapt=options.adapt, delegate=options.uses_delegate, plan_seconds=options.timeout),
-            callbacks=ControlCallbacks(self._programs.prepare, telemetry.event, self._take_reduces, self._abort_by_control),
+            callbacks=ControlCallbacks(
+                weakly(self._programs.prepare), telemetry.event, weakly(self._take_reduces), weakly(self._abort_by_control)
+            ),
             first_step=first_step,
             attempt=job.attempt,
         )
-        self._listener = Listener(self.abort, self._awaited_from, WorkerId(job.rank))
+        self._listener = Listener(weakly(self.abort), weakly(self._awaited_from), WorkerId(job.rank))
         context.membership.add(self._listener)
         self._watcher = watch(transport.rdma_devices, self._record_link_event)
         telemetry.started(initial)
