@@ -21,9 +21,12 @@ def is_real(given: object) -> TypeGuard[int | float]:
     return isinstance(given, int | float) and not isinstance(given, bool)
 
 
-def is_finite(given: object) -> TypeGuard[int | float]:
-    """Return True if this is a finite number."""
-    return is_real(given) and math.isfinite(given)
+def is_finite(value: object) -> TypeGuard[int | float]:
+    """Return True if this is a finite number that a float can hold."""
+    try:
+        return is_real(value) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def is_list_of(kind: type[T], value: object) -> TypeGuard[Sequence[T]]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Final, overload
 
+from adaptra.checks import require_count
 from adaptra.errors import OptionError
 
 UNITS: Final = {"B": 1} | {
@@ -25,29 +28,64 @@ def size_text(size: float) -> str:
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B)")
 
 
+class MemoryUnit(Enum):
+    """What a limit of memory counts."""
+
+    MICROBATCHES = "microbatches"
+    """Microbatches whose activations are held whole. I may free a part of one."""
+    BYTES = "bytes"
+    OWN = "own"
+    """The unit of a case from a file, which its author knows."""
+
+
 @dataclass(frozen=True, slots=True)
-class MemoryLimit:
-    """The limit of a rank's activations, in one of two units.
+class MemoryLimit(Sequence[float]):
+    """The limit of the activations on each rank, a sequence of numbers by rank.
 
     Attributes:
-        microbatches: Microbatches between F and W; None if the limit is in bytes.
-        bytes: Bytes, with the temporary memory of ops and the messages in flight; None if the limit is in microbatches.
+        by_rank: The limit of each rank.
+        unit: What they count. It is said to people, and two limits of other units may be equal.
     """
 
-    microbatches: int | None = None
-    bytes: int | None = None
+    by_rank: tuple[float, ...]
+    unit: MemoryUnit = field(default=MemoryUnit.OWN, compare=False)
 
     @staticmethod
-    def parse(given: int | str) -> MemoryLimit:
+    def given(memory: Any, ranks: int) -> MemoryLimit:
         """Return the limit that ``memory=`` asks for: a number of microbatches, or a text such as ``2GiB`` or ``500 MB``.
 
         Raises:
-            OptionError: The text is not a size, or the size is below one byte.
+            OptionError: It is neither a size of at least one byte nor a whole number of at least 1.
         """
-        if isinstance(given, int):
-            return MemoryLimit(microbatches=given)
-        found = _SIZE.fullmatch(given.strip())
+        if not isinstance(memory, str):
+            require_count("memory", memory)
+            return MemoryLimit((float(memory),) * ranks, MemoryUnit.MICROBATCHES)
+        found = _SIZE.fullmatch(memory.strip())
         size = 0 if found is None or found[2] not in UNITS else int(float(found[1]) * UNITS[found[2]])
         if size < 1:
-            raise OptionError(f"memory={given!r}: expected a size such as '2GiB' or '500MB', or a number of microbatches")
-        return MemoryLimit(bytes=size)
+            raise OptionError(f"memory={memory!r}: expected a size such as '2GiB' or '500MB', or a number of microbatches")
+        return MemoryLimit((float(size),) * ranks, MemoryUnit.BYTES)
+
+    def of(self, by_rank: Iterable[float]) -> MemoryLimit:
+        """Return other limits in the same unit."""
+        return MemoryLimit(tuple(by_rank), self.unit)
+
+    def text(self, amount: float) -> str:
+        """Return an amount of memory in the limit's unit, for people."""
+        match self.unit:
+            case MemoryUnit.MICROBATCHES:
+                return f"{amount:g} microbatches"
+            case MemoryUnit.BYTES:
+                return f"{amount:,.0f} bytes"
+            case MemoryUnit.OWN:
+                return f"{amount:g}"
+
+    @overload
+    def __getitem__(self, index: int) -> float: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[float, ...]: ...
+    def __getitem__(self, index: int | slice) -> float | tuple[float, ...]:
+        return self.by_rank[index]
+
+    def __len__(self) -> int:
+        return len(self.by_rank)

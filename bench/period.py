@@ -51,8 +51,12 @@ def random_case(seed: int) -> Case:
         drawn(stages - 1, 0.0, dice.choice((0.0, 0.5))),
     )
     limit = dice.choice((None, 1.0, 1.5, 2.0))
-    limits = None if limit is None else (round(limit * stages, 1),) * stages
-    return Case(replace(cost, memory_limit=limits), microbatches, tuple(range(stages)), f"random {seed}")
+    return Case(
+        cost if limit is None else cost.limited((round(limit * stages, 1),) * stages),
+        microbatches,
+        tuple(range(stages)),
+        f"random {seed}",
+    )
 
 
 def timed(made: Callable[[], Program]) -> tuple[Program, float]:
@@ -73,7 +77,7 @@ def of_even_stages() -> Iterator[Row]:
     yield Row("memory of it, beside the makespan's", held, held_before, "microbatches", 1)
     late = replace(EVEN, cost=CostModel.uniform(4, 1, 1, 1, latency=1))
     for most in (7, 8, 10, 12, 16):
-        case = replace(late, cost=replace(late.cost, memory_limit=(float(most),) * 4))
+        case = replace(late, cost=late.cost.limited((float(most),) * 4))
         found, by_makespan = PERIOD.of(PERIOD.plan(case), case.cost), PERIOD.of(plan(case), case.cost)
         yield Row(f"every edge one op late, memory {most}", found, by_makespan, "ops", 1)
     twice = CostModel.uniform(4, 1, 1, 1, latency=2)

@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from _table import Row, parser, print_rows
@@ -92,7 +92,7 @@ def plan_sizes() -> Iterator[Grown]:
     before = _megabytes()
     for stages, microbatches in SIZES:
         cost = CostModel.uniform(stages, 20, 23, 17, latency=2).with_latency(1, 2, 60).with_latency(2, 1, 60)
-        cost = replace(cost, memory_limit=(float(stages),) * stages)
+        cost = cost.limited((float(stages),) * stages)
         case = Case(cost, microbatches, tuple(range(stages)))
         makespans: list[float] = []
         seconds: list[float] = []

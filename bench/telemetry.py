@@ -83,8 +83,8 @@ def record_often(
         records, plan = worker.monitor.kept[-1], pipe.plan
         measurement = worker.monitor.end_step(records.step, records.start, records.end)
         recorder = start_recorder(telemetry_in(Path(folder)), None, [worker.rank], 0)
-        telemetry = RankTelemetry(worker.rank, recorder, worker._context.transport, None, perfetto.write)
-        telemetry.started("bench", plan)
+        telemetry = RankTelemetry(worker.rank, "bench", recorder, worker._context.transport, None, perfetto.write)
+        telemetry.started(plan)
         held: list[float] = []
         worked, mine = time.process_time(), time.thread_time()
         for step in range(times):

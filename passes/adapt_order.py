@@ -141,10 +141,15 @@ def _refuse_impossible_limit(case: Case) -> None:
 
     In every order, a microbatch needs its memory on all stages of a rank between its last F and its first I.
     """
-    for rank, limit in enumerate(case.cost.memory_limit or ()):
+    if (limits := case.cost.memory_limit) is None:
+        return
+    for rank, limit in enumerate(limits):
         held = sum(held for held, at in zip(case.cost.memory_forward, case.placement, strict=True) if at == rank)
         if held > limit + MEMORY_TOLERANCE:
-            raise PlanError(f"memory limit of rank {rank} is {limit:g}: one microbatch holds {held:g}, the smallest that works")
+            raise PlanError(
+                f"memory limit of rank {rank} is {limits.text(limit)}: one microbatch holds {limits.text(held)}, the smallest "
+                "that works"
+            )
 
 
 def _fits(simulation: Simulation, limits: Sequence[int]) -> bool:

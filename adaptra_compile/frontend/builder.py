@@ -268,19 +268,19 @@ def _is_one(request: CompileArguments, launched: Launch) -> bool:
 
 def _spec(request: CompileArguments, launched: Launch, *, is_to_come: bool) -> PipelineSpec:
     """Return what all plans of the pipeline begin with. Under a launcher the ranks tell each other their free memory."""
-    options, limit = request.options, request.memory_limit
+    options = request.options
     replicas = launched.world.replicas
     for fault in request.faults:  # all ranks gave the same ones and refuse them alike
         fault.check_replica(replicas)
     return PipelineSpec(
         request.placed,
         request.microbatches,
-        limit,
+        request.limit,
         request.with_loss,
         request.faults,
         options,
         Reduction(request.reduction),
-        free_memory(launched, options.timeout) if limit is None else None,
+        free_memory(launched, options.timeout) if request.limit is None else None,
         replicas,
         any(transport.contract.in_order for transport in launched.transports),
         is_to_come=is_to_come,

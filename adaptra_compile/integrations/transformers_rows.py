@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -16,6 +15,8 @@ from torch import distributed as dist
 
 from adaptra.errors import OptionError
 from adaptra.frontend.api import Pipeline
+from adaptra.runtime.control_store.schema import decode, encode
+from adaptra.runtime.exchange.tensor_memory import TensorForm
 from adaptra.runtime.worker.stages.loss_reduction import NO_LABEL
 
 NOWHERE: Final = torch.empty(0)
@@ -93,13 +94,13 @@ class ReplicaRows:
         text = b""
         if rank == dist.get_rank():
             structure = structure_of(nested, tensors)
-            sizes = [(str(one.dtype).removeprefix("torch."), list(one.shape)) for one in tensors]
-            text = json.dumps([structure, sizes]).encode()
+            text = encode({"structure": structure, "tensors": [TensorForm.dense(one).told() for one in tensors]}).encode()
         length = self._sent(rank, torch.tensor([len(text)]))
         told = self._sent(rank, torch.tensor(list(text) or [0] * int(length.item()), dtype=torch.uint8))
-        structure, sizes = json.loads(bytes(told.tolist()))
-        here = tensors or [torch.empty(shape, dtype=getattr(torch, name)) for name, shape in sizes]
-        return built(structure, [self._sent(rank, one) for one in here])
+        fields = decode(bytes(told.tolist()), f"rows of rank {rank}")
+        forms = [TensorForm.read(fields, "tensors", one) for one in fields.items("tensors")]
+        here = tensors or [torch.empty(form.shape, dtype=form.dtype) for form in forms]
+        return built(fields.raw("structure"), [self._sent(rank, one) for one in here])
 
     def _sent(self, rank: int, tensor: Tensor) -> Tensor:
         there = tensor.detach().to(self._device).contiguous()

@@ -14,7 +14,7 @@ def check_memory(what: str, program: Program, cost: CostModel) -> None:
     Args:
         what: The program's name in the error.
         program: Without or with messages.
-        cost: Gives the memory of microbatches and its limits, in microbatches or bytes.
+        cost: Gives the memory of microbatches and its limits.
 
     Raises:
         PlanError: Names the rank, the memory that it would need and its limit.
@@ -23,11 +23,12 @@ def check_memory(what: str, program: Program, cost: CostModel) -> None:
     if not program.is_one_pipeline:
         _check_memory_of_workers(what, found)
         return
+    limit = cost.memory_limit
     for rank in found.over_memory:
-        assert cost.memory_limit is not None, "only a limit can be exceeded"
+        assert limit is not None, "only a limit can be exceeded"
         raise PlanError(
-            f"{what}: rank {rank} holds {found.peak_memory[rank]:g} of activations: expected at most "
-            f"{cost.memory_limit[rank]:g}, in the unit of memory= (microbatches, or bytes)"
+            f"{what}: rank {rank} holds activations of {limit.text(found.peak_memory[rank])}: expected at most "
+            f"{limit.text(limit[rank])}, as memory= allows"
         )
 
 

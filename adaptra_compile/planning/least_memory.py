@@ -114,7 +114,7 @@ class _Descent:
         ):
             found = self._spared(other)
         found = self._trimmed(found)
-        held = replace(self.case, cost=replace(self.case.cost, memory_limit=self._held(found)))
+        held = replace(self.case, cost=self.case.cost.limited(self._held(found)))
         return self.timing.search(held, self.in_flight, incumbent=found)
 
     def _trimmed(self, found: Program) -> Program:
@@ -142,7 +142,7 @@ class _Descent:
 
     def _within_each(self, limits: tuple[float, ...], effort: int, start: Program) -> Program | None:
         """Return a program that is short enough and within each rank's limit, or None if none is found."""
-        case = replace(self.case, cost=replace(self.case.cost, memory_limit=limits))
+        case = replace(self.case, cost=self.case.cost.limited(limits))
         if self.timing.bound(case) > self.at_most:
             return None
         program = self.timing.search(case, self.in_flight, effort=effort, enough=self.at_most, start=start)

@@ -130,9 +130,9 @@ def _changes(simulation: Simulation) -> Iterator[tuple[str, CostModel]]:
         ]
         full = [rank for rank, peak in enumerate(simulation.peak_memory) if peak + most[rank] > limit[rank]]
         if full:
-            more = tuple(room + most[rank] if rank in full else room for rank, room in enumerate(limit))
+            more = (room + most[rank] if rank in full else room for rank, room in enumerate(limit))
             where = f"rank {full[0]}" if len(full) == 1 else f"the {len(full)} ranks that are full"
-            yield f"one more microbatch in flight on {where}", replace(cost, memory_limit=more)
+            yield f"one more microbatch in flight on {where}", cost.limited(more)
     on_edge: dict[tuple[int, int], float] = defaultdict(float)
     on_stage: dict[int, float] = defaultdict(float)
     for step in simulation.critical_path:

@@ -8,7 +8,7 @@ folder may contain several consecutive starts of a run. The last one counts.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -64,14 +64,14 @@ class Happening:
 
 @dataclass(frozen=True)
 class Run:
-    """The records of a pipeline's ranks since its last start. With several replicas there is one such run for each.
+    """The records of a pipeline's ranks in its last run. With several replicas there is one such run for each.
 
     Attributes:
         folder: The folder of the files. Of the first of several replicas it is that of the job.
-        started: The start record of rank 0.
+        started: The last start record; a run goes on by another one where its layout has changed.
         records: The records of each rank in order; empty for a rank without a file.
         cut_off: The files whose last line is incomplete.
-        earlier: The number of earlier starts in the folder.
+        earlier: The number of earlier runs in the folder.
         peers: The runs of the job's other replicas, if this one was read as the job's first.
     """
 
@@ -139,7 +139,8 @@ class Run:
         if not self.steps:
             return ()
         version = self.steps[-1].version
-        last = [one.step for one in self.steps if one.version == version][-_USUAL_STEPS:]
+        began = max((step for own in self.records for step in _steps_of(_since_start(own))[:1]), default=0)
+        last = [one.step for one in self.steps if one.version == version and one.step >= began][-_USUAL_STEPS:]
         of_worker = [[work for step, work in works if step in last] for works in self.works.values()]
         return tuple(usual_step(mine) for mine in of_worker if mine)
 
@@ -171,9 +172,7 @@ class Run:
     def unended(self) -> tuple[int, ...]:
         """The ranks that neither closed nor failed: they are still running, or were killed."""
         ends = (RunEnded, StepFailed)
-        return tuple(
-            rank for rank, own in enumerate(self.records) if own and not any(isinstance(one.record, ends) for one in own)
-        )
+        return tuple(rank for rank, own in enumerate(self.records) if own and not _has(ends, _since_start(own)))
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -184,7 +183,7 @@ class Run:
         if self.unended:
             notes.append(f"rank {_listed(self.unended)} neither closed nor failed: still running, or killed")
         if self.earlier:
-            notes.append(f"the folder holds {self.earlier} earlier starts, which are left out")
+            notes.append(f"the folder holds {self.earlier} earlier runs, which are left out")
         notes += [f"replica {run.started.replica}: {note}" for run in self.peers for note in run.notes]
         return tuple(notes)
 
@@ -280,16 +279,30 @@ def load_run(folder: str | Path) -> Run:
 
 
 def _last_run(folder: Path, starts: dict[int, list[list[TimestampedRecord]]], cut_off: tuple[Path, ...]) -> Run:
-    """Return the run of the last start."""
+    """Return the run of the last start, with what it was before changes of layout."""
     begun = [(records[0].time, records[0].record) for of_rank in starts.values() for records in of_rank]
     named = [(moment, record) for moment, record in begun if isinstance(record, RunStarted)]
     if not named:
         raise ReportError(f"{folder}: no rank tells of its start: expected records that begin with the event 'started'")
     _, last = max(named, key=lambda one: one[0])
     records = tuple(
-        next((tuple(own) for own in starts.get(rank, ()) if _is_of(own, last.run)), ()) for rank in range(last.ranks)
+        tuple(one for own in starts.get(rank, ()) if _is_of(own, last.run) for one in own) for rank in range(last.ranks)
     )
     return Run(folder, last, records, cut_off, len({record.run for _, record in named}) - 1)
+
+
+def _since_start(records: Sequence[TimestampedRecord]) -> Sequence[TimestampedRecord]:
+    """Return the records of a rank since its last start, of the run or after a change of layout."""
+    starts = [index for index, one in enumerate(records) if isinstance(one.record, RunStarted)]
+    return records[starts[-1] :] if starts else records
+
+
+def _has(kinds: tuple[type, ...], records: Sequence[TimestampedRecord]) -> bool:
+    return any(isinstance(one.record, kinds) for one in records)
+
+
+def _steps_of(records: Sequence[TimestampedRecord]) -> list[int]:
+    return [one.record.measurement.step for one in records if isinstance(one.record, StepTaken)]
 
 
 def _is_of(records: list[TimestampedRecord], run: str) -> bool:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from adaptra.errors import CaseError
-from adaptra.json_files import read_json
+from adaptra.json_files import Fields, read_json
 from adaptra.program import refuse_size
 from adaptra.simulation.case import Case, WorkerLink, placement_lists
-from adaptra.simulation.case_fields import CaseFields
+from adaptra.simulation.case_fields import placement_of
 from adaptra.simulation.cost import Blocking, CostModel
+from adaptra.sizes import MemoryLimit
 
 PIPELINE_VERSION: Final = 1
 """The version of a file of one pipeline."""
@@ -20,12 +21,9 @@ PIPELINE_VERSION: Final = 1
 JOB_VERSION: Final = 2
 """The version of a file of several replicas."""
 
-_PIPELINE_FIELDS: Final = frozenset(
-    "version S M t_f t_b t_w c_f c_b o_f o_b duplex blocking_comm mem_cap mem_f mem_b placement barrier t_update".split()
-)
-_JOB_FIELDS: Final = frozenset(
-    "version name P S M placement t_f t_i t_w t_opt t_reduce c c_b o o_b links ports slow lost handover".split()
-) | {"fold", "mem_cap", "barrier", "changing", "at_home"}
+_MOST: Final = 1_000_000
+"""The most stages, replicas or microbatches of a case. More are refused before they fill the memory."""
+
 _PLACE: Final = re.compile(r"(0|[1-9][0-9]{0,8})\.(0|[1-9][0-9]{0,8})")
 _INDEX: Final = re.compile(r"0|[1-9][0-9]{0,8}")
 
@@ -45,9 +43,9 @@ def load_case(path: str | Path) -> Case:
 
 def case_from_json(data: Any, name: str = "case") -> Case:
     """Read a case from its JSON object, which may also be wrapped as ``{"name": …, "case": {…}}``."""
-    outer = CaseFields(data)
-    fields = CaseFields(outer.objects("case") if outer.has("case") else data)
-    name = str(outer.given("name", name))
+    outer = Fields(data, "", CaseError)
+    fields = Fields(outer.by_name("case"), "", CaseError) if outer.has("case") else outer
+    name = str(outer.raw("name", name))
     return _job_of(fields, name) if fields.has("P") else _pipeline_of(fields, name)
 
 
@@ -124,58 +122,58 @@ def worker_of(what: str, text: str, placement: Sequence[int]) -> int:
     raise CaseError(f"{what}: {text!r}: expected a worker such as '1.2' for stage 2 of replica 1, or its number")
 
 
-def _pipeline_of(fields: CaseFields, name: str) -> Case:
+def _pipeline_of(fields: Fields, name: str) -> Case:
     """Read a case of version 1."""
-    fields.only(_PIPELINE_FIELDS)
-    if fields.given("version", PIPELINE_VERSION) != PIPELINE_VERSION:
-        raise CaseError(f"case version {fields.given('version')!r}: this adaptra reads version {PIPELINE_VERSION}")
-    stages, microbatches = fields.count("S"), fields.count("M")
-    placement = fields.placement(stages)
+    if fields.raw("version", PIPELINE_VERSION) != PIPELINE_VERSION:
+        raise CaseError(f"case version {fields.raw('version')!r}: this adaptra reads version {PIPELINE_VERSION}")
+    stages, microbatches = (fields.whole(one, 1, _MOST) for one in "SM")
+    placement = placement_of(fields, stages)
     ranks, edges = max(placement) + 1, stages - 1
     cost = CostModel(
         forward=fields.numbers("t_f", stages),
         input_grad=fields.numbers("t_b", stages),
         weight_grad=fields.numbers("t_w", stages),
         latency_forward=fields.numbers("c_f", edges, 0),
-        latency_backward=fields.numbers("c_b", edges, fields.given("c_f", 0)),
+        latency_backward=fields.numbers("c_b", edges, fields.raw("c_f", 0)),
         occupancy_forward=fields.numbers("o_f", edges, 0, null=0),
-        occupancy_backward=fields.numbers("o_b", edges, fields.given("o_f", 0), null=0),
+        occupancy_backward=fields.numbers("o_b", edges, fields.raw("o_f", 0), null=0),
         half_duplex=fields.one_of("duplex", ("full", "half")) == "half",
-        blocking=_blocking(fields.given("blocking_comm", False)),
+        blocking=_blocking(fields.raw("blocking_comm", False)),
         memory_forward=fields.numbers("mem_f", stages, 1),
         memory_input_grad=fields.numbers("mem_b", stages, 0.5),
-        memory_limit=None if fields.given("mem_cap", None) is None else fields.numbers("mem_cap", ranks),
+        memory_limit=None if fields.raw("mem_cap", None) is None else MemoryLimit(fields.numbers("mem_cap", ranks)),
         update=fields.numbers("t_update", stages, 0),
     )
-    return Case(cost, microbatches, placement, name, fields.flag("barrier"))
+    barrier = fields.flag("barrier", False)
+    fields.end()
+    return Case(cost, microbatches, placement, name, barrier)
 
 
-def _job_of(fields: CaseFields, name: str) -> Case:
+def _job_of(fields: Fields, name: str) -> Case:
     """Read a case of version 2."""
-    fields.only(_JOB_FIELDS)
-    if fields.given("version", JOB_VERSION) != JOB_VERSION:
-        raise CaseError(f"version {fields.given('version')!r}: a case with replicas, P, has version {JOB_VERSION}")
-    replicas, stages, microbatches = fields.count("P"), fields.count("S"), fields.count("M")
+    if fields.raw("version", JOB_VERSION) != JOB_VERSION:
+        raise CaseError(f"version {fields.raw('version')!r}: a case with replicas, P, has version {JOB_VERSION}")
+    replicas, stages, microbatches = (fields.whole(one, 1, _MOST) for one in "PSM")
     if refused := refuse_size(replicas * stages, microbatches):
         raise CaseError(f"P, S, M: {refused}")
     fold = fields.one_of("fold", ("handover", "contributions"))
-    placement = fields.placement(stages)
-    caps = None if fields.given("mem_cap", None) is None else fields.numbers("mem_cap", max(placement) + 1)
+    placement = placement_of(fields, stages)
+    caps = None if fields.raw("mem_cap", None) is None else fields.numbers("mem_cap", max(placement) + 1)
     cost = CostModel(
         forward=fields.numbers("t_f", stages),
         input_grad=fields.numbers("t_i", stages),
         weight_grad=fields.numbers("t_w", stages),
         latency_forward=fields.numbers("c", stages - 1, 0),
-        latency_backward=fields.numbers("c_b", stages - 1, fields.given("c", 0)),
+        latency_backward=fields.numbers("c_b", stages - 1, fields.raw("c", 0)),
         occupancy_forward=fields.numbers("o", stages - 1, 0),
-        occupancy_backward=fields.numbers("o_b", stages - 1, fields.given("o", 0)),
+        occupancy_backward=fields.numbers("o_b", stages - 1, fields.raw("o", 0)),
     )
-    return Case(
+    case = Case(
         cost,
         microbatches,
         placement,
-        str(fields.given("name", name)),
-        fields.flag("barrier"),
+        str(fields.raw("name", name)),
+        fields.flag("barrier", False),
         replicas=replicas,
         step=fields.numbers("t_opt", stages, 0),
         reduce=fields.numbers("t_reduce", stages, 0),
@@ -186,9 +184,11 @@ def _job_of(fields: CaseFields, name: str) -> Case:
         hand_over=fields.number("handover", 0),
         hands_over=fold == "handover",
         memory=None if caps is None else tuple(map(_whole_cap, caps)),
-        changing=frozenset(fields.indices("changing")),
-        at_home=frozenset(fields.indices("at_home")),
+        changing=frozenset(fields.wholes("changing", ())),
+        at_home=frozenset(fields.wholes("at_home", ())),
     )
+    fields.end()
+    return case
 
 
 def _blocking(value: Any) -> Blocking:
@@ -203,15 +203,15 @@ def _blocking(value: Any) -> Blocking:
             raise CaseError(f"blocking_comm: expected false, true, 'send' or 'both', got {value!r}")
 
 
-def _links(fields: CaseFields) -> dict[tuple[int, int], WorkerLink]:
+def _links(fields: Fields) -> dict[tuple[int, int], WorkerLink]:
     found: dict[tuple[int, int], WorkerLink] = {}
-    for name, value in fields.objects("links").items():
+    for name, value in fields.by_name("links").items():
         ends = name.split("-")
         if len(ends) != 2 or not all(_INDEX.fullmatch(end) for end in ends):
             raise CaseError(f"links: {name!r}: expected two workers such as '1-2', from 1 to 2")
-        link = CaseFields(value, f"links {name}: ")
-        link.only(frozenset({"c", "o"}))
+        link = Fields(value, f"links {name}", CaseError)
         found[int(ends[0]), int(ends[1])] = WorkerLink(link.number("c", 0), link.number("o", 0))
+        link.end()
     return found
 
 

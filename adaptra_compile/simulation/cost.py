@@ -15,6 +15,7 @@ from typing import Final
 from adaptra.errors import CaseError
 from adaptra.program import Kind
 from adaptra.simulation.case_fields import check_numbers
+from adaptra.sizes import MemoryLimit
 
 MEMORY_TOLERANCE: Final = 1e-9
 """Tolerated excess of a sum of memory over its limit, for rounding."""
@@ -46,7 +47,7 @@ class CostModel:
         blocking: The stages that communication blocks, if any.
         memory_forward: Memory of one microbatch on a stage from the start of F, one per stage.
         memory_input_grad: The part of it that is freed when I ends; W frees the rest when it ends.
-        memory_limit: The memory limit of each rank, or None.
+        memory_limit: The memory limit of each rank, in the unit of ``memory_forward``, or None.
         update: Time from a rank's last op of a step until it is ready for the next one, one per stage. In it are the sum of
             gradients over replicas, the optimizer and the next batch. A rank takes that of all its stages.
     """
@@ -62,7 +63,7 @@ class CostModel:
     blocking: Blocking = Blocking.NONE
     memory_forward: tuple[float, ...] = ()
     memory_input_grad: tuple[float, ...] = ()
-    memory_limit: tuple[float, ...] | None = None
+    memory_limit: MemoryLimit | None = None
     update: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -147,6 +148,11 @@ class CostModel:
                 values[stage] = float(value)
                 changed[name] = tuple(values)
         return replace(self, **changed)
+
+    def limited(self, by_rank: Iterable[float]) -> CostModel:
+        """Return the model with other memory limits, in the same unit."""
+        of = MemoryLimit if self.memory_limit is None else self.memory_limit.of
+        return replace(self, memory_limit=of(tuple(by_rank)))
 
     def with_occupancies(self, edges: Iterable[tuple[int, int]], factor: float) -> CostModel:
         """Return the model with the occupancy of these directed edges multiplied by ``factor``."""

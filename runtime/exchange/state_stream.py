@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from adaptra.errors import ControlError
-from adaptra.graph.ops.layout import Layout
-from adaptra.graph.ops.specs import MessageSpec, TensorSpec, dtype_name
-from adaptra.runtime.control_store.schema import MAX_BYTES, Fields, decode
+from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.json_files import Fields
+from adaptra.runtime.control_store.schema import MAX_BYTES, decode
+from adaptra.runtime.exchange.tensor_memory import TensorForm
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 
 MESSAGE_BYTES: Final = 4 * 1024 * 1024
@@ -29,7 +30,6 @@ UNDER_WAY: Final = 4
 
 SPEC: Final[MessageSpec] = (TensorSpec((MESSAGE_BYTES,), torch.uint8),)
 
-_DTYPES: Final = {dtype_name(one): one for one in vars(torch).values() if isinstance(one, torch.dtype)}
 _LENGTH_BYTES: Final = 8
 
 
@@ -88,13 +88,14 @@ class StateStream:
             raise ControlError(f"{where}: described by {length} bytes: expected at most {MAX_BYTES}")
         incoming.expect(length)
         fields = decode(incoming.take(length), where)
-        packed = [_described(fields, item) for item in fields.items("tensors")]
+        forms = dict(_described(fields, item) for item in fields.items("tensors"))
         fields.end()
-        incoming.expect(sum(tensor.nbytes for _, tensor, _ in packed))
-        for _, tensor, _ in packed:
-            incoming.fill(_bytes_of(tensor))
+        incoming.expect(sum(form.nbytes for form in forms.values()))
+        bodies = {name: torch.empty(form.nbytes, dtype=torch.uint8) for name, form in forms.items()}
+        for body in bodies.values():
+            incoming.fill(body)
         incoming.end()
-        return {name: layout.unpack(tensor) for name, tensor, layout in packed}
+        return {name: form.unpack(bodies[name]) for name, form in forms.items()}
 
     def _identity(self, source: int, destination: int, index: int) -> Identity:
         return Identity(self._step, self._purpose, source, destination, index, SPEC)
@@ -156,17 +157,13 @@ class _Incoming:
 
 def _messages(state: Mapping[str, Tensor]) -> Iterator[Tensor]:
     """Yield the stream of a state, cut into messages; the last one is padded."""
-    layouts = {name: Layout.of(tensor) for name, tensor in state.items()}
-    described = [
-        [name, dtype_name(tensor.dtype), [tensor.shape[one] for one in layouts[name].order], list(layouts[name].order)]
-        for name, tensor in state.items()
-    ]
-    head = json.dumps({"tensors": described}, allow_nan=False).encode()
+    forms = {name: TensorForm.dense(tensor) for name, tensor in state.items()}
+    head = json.dumps({"tensors": [[name, form.told()] for name, form in forms.items()]}).encode()
 
     def parts() -> Iterator[Tensor]:
         yield torch.frombuffer(bytearray(len(head).to_bytes(_LENGTH_BYTES, "little") + head), dtype=torch.uint8)
         for name, tensor in state.items():
-            yield _bytes_of(layouts[name].pack(tensor.detach()).cpu())
+            yield forms[name].pack(tensor)
 
     message, filled = torch.empty(MESSAGE_BYTES, dtype=torch.uint8), 0
     for part in parts():
@@ -183,19 +180,10 @@ def _messages(state: Mapping[str, Tensor]) -> Iterator[Tensor]:
         yield message
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _described(fields: Fields, item: object) -> tuple[str, Tensor, Layout]:
-    """Return the name of a tensor, an empty tensor for its values, and its layout."""
+def _described(fields: Fields, item: object) -> tuple[str, TensorForm]:
+    """Return the name of a tensor and its form."""
     match item:
-        case [str(name), str(dtype), [*sizes], [*order]] if dtype in _DTYPES and sorted(map(str, order)) == sorted(
-            map(str, range(len(sizes)))
-        ):
-            shape = [size for size in sizes if isinstance(size, int) and size >= 0]
-            if len(shape) == len(sizes):
-                return name, torch.empty(shape, dtype=_DTYPES[dtype]), Layout(tuple(int(str(one)) for one in order))
+        case [str(name), told]:
+            return name, TensorForm.read(fields, "tensors", told)
         case _:
-            pass
-    raise fields.refuse("tensors", "a name, a dtype, a shape and an order of its dimensions", item)
+            raise fields.refuse("tensors", "a name and a form", item)

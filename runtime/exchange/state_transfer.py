@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from adaptra.errors import StateError
-from adaptra.graph.ops.specs import dtype_name, tensor_bytes
-from adaptra.runtime.control_store.schema import Fields, decode
-from adaptra.runtime.exchange.tensor_memory import MOVABLE, byte_count, bytes_of, copied, from_bytes, why_not_movable
+from adaptra.graph.ops.specs import tensor_bytes
+from adaptra.runtime.control_store.schema import decode
+from adaptra.runtime.exchange.tensor_memory import TensorForm, copied, why_not_movable
 
 GRADIENT: Final = "gradient"
 VALUE: Final = "value"
@@ -146,7 +146,7 @@ def send(held: Handover, to: int, group: ProcessGroup) -> Callable[[], None]:
         A function that waits until it has been sent.
     """
     head = torch.frombuffer(bytearray(_describe(held)), dtype=torch.uint8)
-    body = torch.cat([torch.empty(0, dtype=torch.uint8), *map(bytes_of, held.tensors.values())])
+    body = torch.cat([torch.empty(0, dtype=torch.uint8), *(TensorForm.of(one).pack(one) for one in held.tensors.values())])
     parts = [torch.tensor([head.numel(), body.numel()]), head, body]
     works = [group.send([part], to, tag) for tag, part in enumerate(parts)]
 
@@ -209,10 +209,7 @@ def set_state(optimizer: torch.optim.Optimizer, arrived: Handover, state: Mappin
 def _describe(held: Handover) -> bytes:
     return json.dumps(
         {
-            "tensors": [
-                [name, what, one.device.type, dtype_name(one.dtype), list(one.shape), list(one.stride())]
-                for (name, what), one in held.tensors.items()
-            ],
+            "tensors": [[name, what, TensorForm.of(one).told()] for (name, what), one in held.tensors.items()],
             "numbers": [[name, what, _as_json(value)] for (name, what), value in held.numbers.items()],
             "groups": [[name, index] for name, index in held.groups.items()],
         },
@@ -228,11 +225,15 @@ def _read(head: bytes, body: Tensor, where: str) -> Handover:
     fields = decode(head, where)
     arrived, begin = Handover(), 0
     for item in fields.items("tensors"):
-        name, what, device, dtype, shape, stride = _tensor_of(fields, item)
-        end = begin + byte_count(shape, stride, dtype)
+        match item:
+            case [str(name), str(what), told]:
+                form = TensorForm.read(fields, "tensors", told)
+            case _:
+                raise fields.refuse("tensors", "a name, what of it, and a form", item)
+        end = begin + form.nbytes
         if end > body.numel():
             raise fields.refuse("tensors", f"{body.numel()} bytes in all", item)
-        arrived.tensors[name, what] = from_bytes(body[begin:end], shape, stride, dtype, device)
+        arrived.tensors[name, what] = form.unpack(body[begin:end].clone())  # of its own, as the bytes may begin anywhere
         begin = end
     for item in fields.items("numbers"):
         match item:
@@ -250,14 +251,3 @@ def _read(head: bytes, body: Tensor, where: str) -> Handover:
                 raise fields.refuse("groups", "a name and a group's index", item)
     fields.end()
     return arrived
-
-
-def _tensor_of(fields: Fields, item: object) -> tuple[str, str, str, torch.dtype, list[int], list[int]]:
-    match item:
-        case [str(name), str(what), ("cpu" | "cuda") as device, str(dtype), [*sizes], [*steps]] if dtype in MOVABLE:
-            shape, stride = ([one for one in some if isinstance(one, int) and one >= 0] for some in (sizes, steps))
-            if len(shape) == len(stride) == len(sizes) == len(steps):
-                return name, what, device, MOVABLE[dtype], shape, stride
-        case _:
-            pass
-    raise fields.refuse("tensors", "a name, what of it, a device, a dtype, a shape and its strides", item)

@@ -19,6 +19,7 @@ from typing import Final, cast
 from torch.distributed import DistError, DistStoreError, Store
 
 from adaptra.errors import ControlError, LaunchError
+from adaptra.json_files import Fields
 from adaptra.runtime.control_store.digest_tree import (
     DigestLevel,
     ancestors_of,
@@ -29,7 +30,7 @@ from adaptra.runtime.control_store.digest_tree import (
     subtree_digest,
     text_digest,
 )
-from adaptra.runtime.control_store.schema import Fields, decode, encode
+from adaptra.runtime.control_store.schema import decode, encode
 from adaptra.runtime.control_store.signed_store import new_nonce
 from adaptra.runtime.exchange.store_exchange import late_error, log_late, lost_store, no_check, not_set, read, wait
 

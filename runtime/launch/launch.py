@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -165,6 +166,7 @@ class OneProcess:
     Attributes:
         averages: False: roles can't change.
         ranks: One.
+        run: The name of this start of the job.
     """
 
     averages: Final = False
@@ -173,6 +175,7 @@ class OneProcess:
     def __init__(self, membership: ProcessMembership, device: torch.device) -> None:
         self._membership = membership
         self._device = device
+        self.run: Final = _new_run()
 
     def enter(self, world: World) -> Launch:
         """Join the workers in a world."""
@@ -275,6 +278,11 @@ class Job:
         )
 
     @property
+    def run(self) -> str:
+        """The name of this start of the job, the same on all of its ranks and no other's, from one world to the next."""
+        return self.store.compare_set("run", "", _new_run()).decode()
+
+    @property
     def everyone(self) -> dist.ProcessGroup:
         """The group of all processes of the world, in their order. If roles can't change, it exists once all have met."""
         assert self._everyone is not None, "the ranks of the job have met"
@@ -339,6 +347,10 @@ class Job:
         if self.rank == 0:
             sweep()
         self._join_everyone()
+
+
+def _new_run() -> str:
+    return secrets.token_hex(6)
 
 
 def is_launched() -> bool:

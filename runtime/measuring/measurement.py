@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Final
 
-from adaptra.runtime.control_store.schema import Fields
+from adaptra.json_files import Fields
 
 FITTED_MESSAGES: Final = 64
 """The number of first messages of a step that the estimate of an edge uses, so that its cost stays bounded."""
@@ -189,8 +189,8 @@ class StepMeasurement:
             stages=tuple(map(_read_stage, fields.objects("stages"))),
             edges=tuple(map(_read_edge, fields.objects("edges"))),
             pause=fields.number("pause"),
-            reduce=None if (reduce := fields.raw_or_none("reduce")) is None else _read_reduce(reduce),
-            has_met=fields.flag_or_false("has_met"),
+            reduce=None if (reduce := fields.raw("reduce", None)) is None else _read_reduce(reduce),
+            has_met=fields.flag("has_met", False),
             update=fields.number_if_there("update"),
         )
         fields.end()

@@ -14,10 +14,10 @@ from statistics import median
 from typing import Any, Final, NamedTuple
 
 from adaptra.errors import ControlError, ScheduleError
+from adaptra.json_files import Fields
 from adaptra.program import Kind, Op, Program, parse_recorded_op
 from adaptra.program.dependencies import SENT_BY
 from adaptra.program.placement import stages_of
-from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.measuring.measurement import (
     EdgeEstimate,
     EdgeMeasurement,

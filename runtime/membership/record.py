@@ -8,7 +8,8 @@ from typing import Final
 
 from adaptra.checks import is_whole
 from adaptra.errors import ControlError
-from adaptra.runtime.control_store.schema import Fields, decode, encode
+from adaptra.json_files import Fields
+from adaptra.runtime.control_store.schema import decode, encode
 
 VERSION: Final = 1
 TEXT_LIMIT: Final = 4000

@@ -13,11 +13,12 @@ from torch.distributed import ProcessGroup
 from adaptra.collectives.seconds import SumPlan
 from adaptra.graph.ops.specs import tensor_bytes
 from adaptra.graph.stages.stages import TrainStage
+from adaptra.json_files import Fields
 from adaptra.planning.layouts.choose_roles import JobModel, StageLoad, choose_roles
 from adaptra.planning.layouts.layout_change import RoleChange, SplitChange
 from adaptra.program.placement import stages_of
 from adaptra.program.roles import Roles
-from adaptra.runtime.control_store.schema import Fields, decode_all, encode
+from adaptra.runtime.control_store.schema import decode_all, encode
 from adaptra.runtime.detection.job_detector import MEASURED
 from adaptra.runtime.exchange.state_transfer import VALUE, Handover
 from adaptra.runtime.measuring.measurement import StageMeasurement

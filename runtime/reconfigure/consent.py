@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Final
 
 from adaptra.errors import StateError
-from adaptra.runtime.control_store.schema import Fields, decode_all
+from adaptra.json_files import Fields
+from adaptra.runtime.control_store.schema import decode_all
 from adaptra.runtime.exchange.state_transfer import Handover, check_movable
 
 _TEXT_LIMIT: Final = 4000

@@ -39,6 +39,7 @@ class RankTelemetry:
 
     Args:
         rank: The rank.
+        run: The name of the run, the same on all ranks, which a change of layout keeps.
         recorder: The process's recorder.
         transport: The rank's transport; its path counters are read on the recorder's thread.
         folder: The folder for the trace of the last steps when one fails, or None for no trace.
@@ -46,9 +47,10 @@ class RankTelemetry:
     """
 
     def __init__(
-        self, rank: int, recorder: Recorder, transport: Transport, folder: Path | None, write_trace: WriteTrace
+        self, rank: int, run: str, recorder: Recorder, transport: Transport, folder: Path | None, write_trace: WriteTrace
     ) -> None:
         self._rank = rank
+        self._run = run
         self._recorder = recorder
         self._transport = transport
         self._folder = folder
@@ -61,15 +63,15 @@ class RankTelemetry:
         self._paths: dict[tuple[int, int], tuple[int, int]] = {}
         self._has_failed = False
 
-    def started(self, run: str, plan: Plan) -> None:
-        """Record that the rank is ready to begin under ``plan``; ``run`` is the same on all ranks."""
+    def started(self, plan: Plan) -> None:
+        """Record that the rank is ready to begin under a plan, or to go on after a change of layout."""
         self._predicted = plan.predicted
         self._version = self._agreed = plan.version
         program, placement = plan.program, plan.case.placement
         ranks = len(set(placement))
         described = plan.version, program.name, plan.predicted, plan.bound
         replica = self._transport.worker_of(0) // ranks
-        record = RunStarted(self._rank, run, ranks, program.microbatches, *described, replica, placement)
+        record = RunStarted(self._rank, self._run, ranks, program.microbatches, *described, replica, placement)
         self._recorder.record(lambda: (record,))
 
     def event(self, event: ControlEvent) -> None:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from adaptra.checks import is_finite, is_whole
 from adaptra.errors import ControlError
+from adaptra.json_files import Fields
 from adaptra.program.placement import stages_of
 from adaptra.runtime.control.plans.events import ControlEvent, EventKind
-from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.measuring.measurement import IF_MEASURED, StepMeasurement
 from adaptra.runtime.measuring.reduces import StageReduce, StepReduces
 from adaptra.simulation.worker_steps import WorkerStep, worker_name
@@ -278,7 +278,7 @@ def _read_step(fields: Fields, where: str) -> StepTaken:
     names = ["rank", "step", "seconds", "stages", "edges", "pause"]
     try:
         raw = {name: fields.raw(name) for name in names}
-        raw |= {name: value for name in IF_MEASURED if (value := fields.raw_or_none(name)) is not None}
+        raw |= {name: value for name in IF_MEASURED if (value := fields.raw(name, None)) is not None}
         measurement = StepMeasurement.from_json(raw)
     except ControlError as error:
         raise ControlError(f"{where}: {error}") from None
@@ -289,7 +289,7 @@ def _read_step(fields: Fields, where: str) -> StepTaken:
         nbytes.append(value)
     if len(nbytes) != len(measurement.edges):
         raise ControlError(f"{where}: bytes of {len(nbytes)} edges: expected one number for each of {len(measurement.edges)}")
-    work = fields.raw_or_none("work")
+    work = fields.raw("work", None)
     return StepTaken(
         measurement,
         tuple(nbytes),

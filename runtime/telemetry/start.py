@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from adaptra.errors import MissingExtraError
 from adaptra.runtime.control.plans.events import ControlEvent
@@ -17,9 +15,6 @@ from adaptra.runtime.telemetry.options import Telemetry
 from adaptra.runtime.telemetry.prometheus import PrometheusSink
 from adaptra.runtime.telemetry.recorder import Recorder, Sink
 from adaptra.runtime.telemetry.tensorboard import TensorBoardSink
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 
 def start_recorder(
@@ -80,8 +75,3 @@ def _span_sink(provider: object) -> Sink:
     except ImportError as error:
         raise MissingExtraError("traces need opentelemetry-sdk: pip install 'adaptra[otel]'") from error
     return SpanSink(provider)
-
-
-def agree_on_run(store: Store) -> str:
-    """Return a name for this start of a job, the same on all of its ranks and no other's. ``store`` is the job's."""
-    return store.compare_set("telemetry/run", "", secrets.token_hex(6)).decode()

@@ -18,6 +18,7 @@ from torch import Tensor
 from adaptra.errors import AdaptraError, LaunchError, PeerLostError
 from adaptra.graph import CompiledStages
 from adaptra.graph.inner_compiler import prepare
+from adaptra.json_files import Fields
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.planning.routes.joined_programs import join
 from adaptra.program import Program
@@ -29,7 +30,6 @@ from adaptra.runtime.control.deciding.policy import ControllerOptions
 from adaptra.runtime.control.deciding.replanning import Planning
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.control.plans.plan import Plan
-from adaptra.runtime.control_store.schema import Fields
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.control_store.stores import error_of_store
 from adaptra.runtime.exchange.store_exchange import gather
@@ -41,7 +41,6 @@ from adaptra.runtime.outputs.sharing import SharedOutputs
 from adaptra.runtime.outputs.step_outputs import StepOutputs
 from adaptra.runtime.rdma.watch import RdmaEvent, watch
 from adaptra.runtime.telemetry.rank import RankTelemetry
-from adaptra.runtime.telemetry.start import agree_on_run
 from adaptra.runtime.transports.base import Identity
 from adaptra.runtime.transports.process_groups import collectives_of_user
 from adaptra.runtime.worker.call_numbers import CallNumbers
@@ -56,6 +55,7 @@ from adaptra.runtime.worker.step.step_parts import Batch, StepParts
 from adaptra.runtime.worker.step.two_pass import PendingBackward, TwoPassStep
 from adaptra.runtime.world.world import ProcessId, WorkerId
 from adaptra.simulation.timeline import Timeline
+from adaptra.weakly import weakly
 
 
 class Worker:
@@ -108,7 +108,7 @@ class Worker:
         self.last: Final = LastSteps(len(self._parts.factory.own))
         self._programs = RankPrograms(compiled, self._parts, context, initial)
         self.values: Final = RankValues(
-            context, self._parts.factory, self._programs.buffers, self.numbers, self._meeting, self.check
+            context, self._parts.factory, self._programs.buffers, self.numbers, weakly(self._meeting), weakly(self.check)
         )
         # Replicas that compute for each other agree on one plan log.
         log = job if planning.replicas > 1 else transport
@@ -124,14 +124,16 @@ class Worker:
             initial,
             replace(planning, ahead_of_need=InsertComm.for_contract(transport.contract).ahead_of_need),
             options=ControllerOptions(adapt=options.adapt, delegate=options.uses_delegate, plan_seconds=options.timeout),
-            callbacks=ControlCallbacks(self._programs.prepare, telemetry.event, self._take_reduces, self._abort_by_control),
+            callbacks=ControlCallbacks(
+                weakly(self._programs.prepare), telemetry.event, weakly(self._take_reduces), weakly(self._abort_by_control)
+            ),
             first_step=first_step,
             attempt=job.attempt,
         )
-        self._listener = Listener(self.abort, self._awaited_from, WorkerId(job.rank))
+        self._listener = Listener(weakly(self.abort), weakly(self._awaited_from), WorkerId(job.rank))
         context.membership.add(self._listener)
         self._watcher = watch(transport.rdma_devices, self._record_link_event)
-        telemetry.started(agree_on_run(job.store), initial)
+        telemetry.started(initial)
 
     def step(
         self,
@@ -364,7 +366,7 @@ class Worker:
             return None
         gathered = [Fields(one, "records of a rank") for one in found]
         measured = [StepRecords.from_json(one.raw("records")) for one in gathered]
-        texts = [one.raw_or_none("program") for one in gathered]
+        texts = [one.raw("program", None) for one in gathered]
         programs = [Program.parse(text) for text in texts if isinstance(text, str)]
         is_joined = len(programs) > 1
         if is_joined:

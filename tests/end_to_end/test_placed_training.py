@@ -21,6 +21,7 @@ from adaptra.frontend.arguments.placing import placed_on
 from adaptra.program.placement import v_shaped
 from adaptra.runtime.transports import local
 from adaptra.runtime.transports.base import Identity, Pending
+from adaptra.sizes import MemoryLimit
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -198,7 +199,7 @@ def test_memory_counts_both_stages_of_a_rank() -> None:
     batch = example.rows(ROWS, 0)
     with compiled(example, batch, stages=STAGES, microbatches=12, placement="v", memory=2) as pipe:
         cost = pipe.plan.case.cost
-        assert cost.memory_limit == (2.0, 2.0) and cost.memory_forward == (0.5,) * STAGES
+        assert cost.memory_limit == MemoryLimit((2.0, 2.0)) and cost.memory_forward == (0.5,) * STAGES
         for order in pipe.plan.program.orders:
             held = most = 0
             for op in order:

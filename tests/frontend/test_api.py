@@ -386,7 +386,7 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         for sizes in ((3, MICROBATCHES), (2, 5))
     ),
     (
-        "schedule …: rank … holds … of activations: expected at most …, in the unit of memory= (microbatches, or bytes)",
+        "schedule …: rank … holds activations of …: expected at most …, as memory= allows",
         example(memory=2, options=adaptra.Options(schedule="gpipe")),
     ),
     ("adapt=…: expected True or False", options(adapt="no")),

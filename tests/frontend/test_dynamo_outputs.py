@@ -365,8 +365,8 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ),
     *(
         (
-            "a function without a loss, which keeps all microbatches from its call to their backward: rank … holds … of "
-            "activations: expected at most …, in the unit of memory= (microbatches, or bytes)",
+            "a function without a loss, which keeps all microbatches from its call to their backward: rank … holds "
+            "activations of …: expected at most …, as memory= allows",
             of_outputs(just_third, memory=memory),
         )
         for memory in (3, "3.5 KB")

@@ -172,8 +172,11 @@ def test_a_stream_has_few_messages_under_way(bytes_of_state: int) -> None:
     "head",
     [
         b"{}",
-        b'{"tensors": [["a", "float32", [-1], [0]]]}',
-        b'{"tensors": [["a", "object", [1], [0]]]}',
+        b'{"tensors": [["a", ["cpu", "float32", [-1], [1]]]]}',
+        b'{"tensors": [["a", ["cpu", "object", [1], [1]]]]}',
+        b'{"tensors": [["a", ["meta", "float32", [1], [1]]]]}',
+        b'{"tensors": [["a", ["cpu", "float32", [2, 2], [1, 1]]]]}',
+        b'{"tensors": [["a", ["cpu", "float32", [2, 2], [1]]]]}',
         b"[",
         b'{"tensors": [[]]}',
     ],

@@ -12,7 +12,7 @@ from paths import ROOT, TESTS
 from rooms import IMPORTS, MODULES, room_of
 
 FLOORS = """
-    errors checks sizes progress known_keywords json_files unlike_numbers profiled
+    errors checks sizes progress known_keywords json_files unlike_numbers profiled weakly
     program simulation equations collectives
     graph.ops graph.effects graph.capture graph.partition graph.stages graph.backward graph
     passes planning planning.routes planning.layouts planning.remedies planning.responses planning.explaining

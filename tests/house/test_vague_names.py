@@ -43,7 +43,6 @@ ROOMS = {
     "runtime.worker.stages": 2,
     "runtime.worker.step": 8,
     "simulation": 13,
-    "sizes": 1,
 }
 """Variables and parameters by room, a folder of modules or a module that stands in none."""
 

@@ -25,6 +25,7 @@ from adaptra.simulation.case_files import load_case
 from adaptra.simulation.cost import Blocking, CostModel
 from adaptra.simulation.job import pipeline_of
 from adaptra.simulation.simulate import Simulation, lower_bound, simulate
+from adaptra.sizes import MemoryLimit
 
 TEN = CostModel.uniform(4, 10, 10, 10)
 CASES = sorted(paths.CASES.glob("*.json"))
@@ -139,7 +140,7 @@ def test_any_program_comes_back_valid_within_limits_and_not_worse(program: Progr
     held = [sum(cost.memory_forward[s] for s in range(stages) if program.placement[s] == rank) for rank in range(program.ranks)]
     limit = data.draw(st.none() | st.tuples(*[st.floats(least, 3 * least) for least in held]))
     blocking, half_duplex = data.draw(st.sampled_from(Blocking)), data.draw(st.booleans())
-    cost = replace(cost, memory_limit=limit, blocking=blocking, half_duplex=half_duplex)
+    cost = replace(cost, memory_limit=limit and MemoryLimit(limit), blocking=blocking, half_duplex=half_duplex)
     memory = data.draw(st.none() | st.integers(1, 4) | st.tuples(*[st.integers(1, 4)] * stages))
     each = (memory or program.microbatches,) * stages if memory is None or isinstance(memory, int) else memory
 
@@ -155,15 +156,15 @@ def test_any_program_comes_back_valid_within_limits_and_not_worse(program: Progr
 
 def test_a_known_schedule_that_ends_with_weight_gradients_counts_even_when_little_shorter() -> None:
     """The last W ends later than the last I must. Here 1F1B gains 1 over what is found first, less than a W of 44 takes."""
-    cost = CostModel((0.0, 0.0), (1.0, 0.0), (44.0, 0.0), (0.0,), (0.0,), (0.0,), (45.0,), memory_limit=(2.0, 1.0))
+    cost = CostModel((0.0, 0.0), (1.0, 0.0), (44.0, 0.0), (0.0,), (0.0,), (0.0,), (45.0,), memory_limit=MemoryLimit((2.0, 1.0)))
     found = simulate(plan(Case(cost, 3, (0, 1)), effort=1), cost)
     assert found.makespan == simulate(generate("1f1b", 2, 3), cost).makespan == 180.0
 
 
 def test_ranks_that_can_begin_at_one_instant_all_do_before_a_message_of_an_op_without_duration_holds_one() -> None:
     """The search and the simulator agree on that, so the plan is no longer than 1F1B."""
-    cost = CostModel(
-        (0.0, 0.0), (0.0, 2.0), (1.0, 0.0), (0.0,), (0.0,), (1.0,), (0.0,), memory_limit=(3.0, 1.0), blocking=Blocking.BOTH
+    cost = CostModel((0.0, 0.0), (0.0, 2.0), (1.0, 0.0), (0.0,), (0.0,), (1.0,), (0.0,), blocking=Blocking.BOTH).limited(
+        (3.0, 1.0)
     )
     assert (
         simulate(generate("1f1b", 2, 3), cost).makespan == simulate(plan(Case(cost, 3, (0, 1)), effort=1), cost).makespan == 9
@@ -179,7 +180,7 @@ def test_between_the_bound_and_every_known_schedule_with_memory_in_bytes(case: C
     freed = tuple(float(data.draw(st.integers(0, int(most)))) for most in held)
     limit = tuple(float(int(most * data.draw(st.floats(1, stages + 2)))) for most in held)
     blocking, half_duplex = data.draw(st.sampled_from(Blocking)), data.draw(st.booleans())
-    cost = replace(case.cost, memory_forward=held, memory_input_grad=freed, memory_limit=limit)
+    cost = replace(case.cost, memory_forward=held, memory_input_grad=freed, memory_limit=limit and MemoryLimit(limit))
     case = replace(case, cost=replace(cost, blocking=blocking, half_duplex=half_duplex))
     found = check(plan(case, effort=data.draw(st.sampled_from([1, 20_000]))), case.cost)
     assert found.makespan >= lower_bound(case).value * (1 - 1e-9)
@@ -199,7 +200,7 @@ def test_the_searchs_own_clock_is_the_simulators(case: Case, data: st.DataObject
     placement = tuple(min(stage, 2 * ranks - 1 - stage if stage < 2 * ranks else 0) for stage in range(stages))
     placement = placement if set(placement) == set(range(max(placement) + 1)) else tuple(range(stages))
     most = None if limit is None else tuple(float(limit * placement.count(rank)) for rank in range(max(placement) + 1))
-    cost = replace(case.cost, blocking=blocking, half_duplex=half_duplex, memory_limit=most)
+    cost = replace(case.cost, blocking=blocking, half_duplex=half_duplex, memory_limit=most and MemoryLimit(most))
     case = replace(case, cost=cost, placement=placement)
     limits = (case.microbatches,) * stages
     found = _C.search_orders(pipeline_of(case, case.cost), limits, [(1,) * stages, limits], [], 60_000, 0, None)
@@ -236,7 +237,7 @@ def test_stages_that_share_a_rank_are_adapted_too() -> None:
 
 
 def test_stages_that_share_a_rank_and_its_memory_never_deadlock() -> None:
-    cost = replace(CostModel.uniform(6, 10, 10, 10, latency=7), memory_limit=(3.0, 4.0))
+    cost = CostModel.uniform(6, 10, 10, 10, latency=7).limited((3.0, 4.0))
     check(plan(Case(cost, 9, (0, 1, 0, 1, 0, 1)), effort=QUICK), cost)
 
 
@@ -261,8 +262,11 @@ def test_refuses_a_cost_model_of_another_size() -> None:
 def test_an_impossible_limit_says_the_smallest_that_works() -> None:
     cost = replace(CostModel.uniform(2, 10, 10, 10), memory_forward=(4.0, 2.0), memory_input_grad=(1.0, 1.0))
     with pytest.raises(PlanError, match=r"memory limit of rank 0 is 3: one microbatch holds 4, the smallest that works"):
-        plan(Case(replace(cost, memory_limit=(3.0, 3.0)), 4, (0, 1)))
-    check(plan(Case(replace(cost, memory_limit=(4.0, 2.0)), 4, (0, 1)), effort=QUICK), replace(cost, memory_limit=(4.0, 2.0)))
+        plan(Case(cost.limited((3.0, 3.0)), 4, (0, 1)))
+    check(
+        plan(Case(cost.limited((4.0, 2.0)), 4, (0, 1)), effort=QUICK),
+        cost.limited((4.0, 2.0)),
+    )
 
 
 def test_an_incumbent_of_another_pipeline_is_refused() -> None:

@@ -25,6 +25,7 @@ from adaptra.program.verify import verify
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import Blocking, CostModel
 from adaptra.simulation.simulate import lower_bound, simulate
+from adaptra.sizes import MemoryLimit
 
 needs_solver = pytest.mark.skipif(find_spec("ortools") is None, reason="needs OR-tools: pip install 'adaptra[exact]'")
 
@@ -43,7 +44,9 @@ def random_case(seed: int, placement: Sequence[int] | None = None, whole: bool =
     busy_there, busy_back = (some(stages - 1, 0, 8) for _ in range(2))
     several = stages // ranks
     limit = tuple(float(several * chance.randint(1, microbatches)) for _ in range(ranks)) if chance.random() < 0.5 else None
-    cost = CostModel(forward, input_grad, weight_grad, there, back, busy_there, busy_back, memory_limit=limit)
+    cost = CostModel(
+        forward, input_grad, weight_grad, there, back, busy_there, busy_back, memory_limit=MemoryLimit(limit) if limit else None
+    )
     return Case(cost, microbatches, placement, f"random-{seed}")
 
 
@@ -166,7 +169,7 @@ def _crossings(placement: Sequence[int]) -> list[tuple[int, int]]:
 
 @needs_solver
 def test_ops_that_take_no_time_keep_their_order_and_memory() -> None:
-    cost = CostModel((0.0, 1.0), (0.0, 0.0), (2.0, 0.0), (1.0,), (0.0,), (0.0,), (0.0,), memory_limit=(1.0, 2.0))
+    cost = CostModel((0.0, 1.0), (0.0, 0.0), (2.0, 0.0), (1.0,), (0.0,), (0.0,), (0.0,), memory_limit=MemoryLimit((1.0, 2.0)))
     found = solve_exactly(Case(cost, 4, (0, 1)), workers=1)
     verify(found.program)
     assert found.proven

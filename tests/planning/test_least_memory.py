@@ -30,6 +30,7 @@ from adaptra.simulation.case import Case
 from adaptra.simulation.case_files import load_case
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import Simulation, lower_bound, simulate
+from adaptra.sizes import MemoryLimit
 
 CASES = sorted(paths.CASES.glob("*.json"))
 README = Case(CostModel.uniform(4, 1, 1, 1), 16, (0, 1, 2, 3))
@@ -72,7 +73,7 @@ def test_bytes_of_the_fullest_rank_come_before_the_sum() -> None:
     case = Case(heavy, 12, (0, 1, 2, 3))
     found = of(plan_least_memory(case), case)
     assert found.peak_memory[2] == max(found.peak_memory)
-    less = replace(case, cost=replace(heavy, memory_limit=(found.peak_memory[2] - 5,) * 4))
+    less = replace(case, cost=heavy.limited((found.peak_memory[2] - 5,) * 4))
     assert lower_bound(less).value > (1 + WITHIN) * simulate(plan(case), heavy).makespan
     assert max(found.peak_memory[0], found.peak_memory[1], found.peak_memory[3]) <= 5
 
@@ -88,7 +89,7 @@ def test_no_plan_that_holds_less_is_as_short(seed: int) -> None:
     room = max(least.peak_memory) - 0.5
     if room < 1:
         return
-    less = replace(case, cost=replace(cost, memory_limit=(room,) * 3))
+    less = replace(case, cost=cost.limited((room,) * 3))
     found = solve_exactly(less, workers=1)
     assert found.proven and simulate(found.program, cost).makespan > (1 + WITHIN) * best.makespan
 
@@ -118,20 +119,23 @@ def test_forwards_are_put_off_where_that_takes_no_longer() -> None:
 
 
 def test_what_is_free_limits_later_plans_and_never_the_first_ones_need() -> None:
-    plenty, scarce, none = (first_plan(Options(), README, (room,) * 4) for room in (100.0, 3.0, 0.0))
-    assert plenty.case.cost.memory_limit == (100.0,) * 4 and max(simulate(plenty.program, README.cost).peak_memory) == 7
+    plenty, scarce, none = (first_plan(Options(), README, MemoryLimit((room,) * 4)) for room in (100.0, 3.0, 0.0))
+    assert (
+        plenty.case.cost.memory_limit == MemoryLimit((100.0,) * 4)
+        and max(simulate(plenty.program, README.cost).peak_memory) == 7
+    )
     assert max(simulate(scarce.program, README.cost).peak_memory) <= 3.0 == max(scarce.case.cost.memory_limit or ())
     assert none.program == plenty.program
-    assert none.case.cost.memory_limit == simulate(none.program, README.cost).peak_memory
+    assert none.case.cost.memory_limit == MemoryLimit(simulate(none.program, README.cost).peak_memory)
     slow = none.case.cost.with_latency(1, 2, 5.0)
     assert max(simulate(plan(replace(none.case, cost=slow)), slow).peak_memory) <= 7
 
 
 def test_a_schedule_that_was_asked_for_is_not_refused_for_what_is_free() -> None:
-    asked = first_plan(Options(schedule="gpipe"), README, (3.0,) * 4)
-    assert asked.program.name == "gpipe" and asked.case.cost.memory_limit == (16.0,) * 4
-    with pytest.raises(PlanError, match="schedule gpipe: rank 0 holds 16 of activations: expected at most 3"):
-        first_plan(Options(schedule="gpipe"), replace(README, cost=replace(README.cost, memory_limit=(3.0,) * 4)))
+    asked = first_plan(Options(schedule="gpipe"), README, MemoryLimit((3.0,) * 4))
+    assert asked.program.name == "gpipe" and asked.case.cost.memory_limit == MemoryLimit((16.0,) * 4)
+    with pytest.raises(PlanError, match="schedule gpipe: rank 0 holds activations of 16: expected at most 3"):
+        first_plan(Options(schedule="gpipe"), replace(README, cost=README.cost.limited((3.0,) * 4)))
 
 
 def compiled(**given: Any) -> adaptra.Pipeline:
@@ -176,7 +180,7 @@ def test_what_is_free_leaves_room_for_gradients_and_the_optimizer() -> None:
         limits = limits_free((10**9,) * 4, stages, (0, 1, 2, 3))
         for limit, stage in zip(limits, stages, strict=True):
             assert 0.8e9 < limit <= 0.9e9 - 3 * stage.parameter_bytes
-        assert limits_free((0,) * 4, stages, (0, 1, 2, 3)) == (0.0,) * 4
+        assert limits_free((0,) * 4, stages, (0, 1, 2, 3)) == MemoryLimit((0.0,) * 4)
 
 
 def test_control_groups_limit_what_is_free(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ def test_a_plan_at_the_bound_says_that_nothing_is_shorter() -> None:
 
 def test_with_little_memory_another_microbatch_helps() -> None:
     slow = TEN.with_latency(1, 2, 30).with_latency(2, 1, 30)
-    found = of(replace(slow, memory_limit=(4.0, 4.0, 4.0, 4.0)))
+    found = of(slow.limited((4.0, 4.0, 4.0, 4.0)))
     assert found.cause.startswith("the memory of stage ")
     memory = next(relief for relief in found.reliefs if "in flight" in relief.change)
     assert memory.saves > 0.05
@@ -64,7 +64,7 @@ def test_a_schedule_that_knows_no_delays_is_improvable() -> None:
 
 
 def test_where_not_one_microbatch_fits_nothing_is_planned() -> None:
-    found = what_limits(simulate(one_f_one_b(4, 12), replace(TEN, memory_limit=(0.5, 4.0, 4.0, 4.0))))
+    found = what_limits(simulate(one_f_one_b(4, 12), TEN.limited((0.5, 4.0, 4.0, 4.0))))
     assert str(found) == "limited by the memory of stage 0, where not one microbatch fits"
 
 

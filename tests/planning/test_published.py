@@ -18,6 +18,7 @@ from adaptra.simulation.case import Case
 from adaptra.simulation.case_files import load_case
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import simulate
+from adaptra.sizes import MemoryLimit
 
 
 @pytest.mark.parametrize("name", ["A02", "A05", "B02", "C01", "D01", "D03", "E02", "G02", "G05", "G08", "J02"])
@@ -40,7 +41,9 @@ def test_valid_and_within_every_limit(case: Case, limit: int, data: st.DataObjec
     stages = case.cost.stages
     sizes = tuple(data.draw(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=stages, max_size=stages)))
     room = tuple(size * data.draw(st.integers(1, 4)) for size in sizes)
-    cost = replace(case.cost, memory_forward=sizes, memory_input_grad=tuple(size / 2 for size in sizes), memory_limit=room)
+    cost = replace(
+        case.cost, memory_forward=sizes, memory_input_grad=tuple(size / 2 for size in sizes), memory_limit=MemoryLimit(room)
+    )
     limited = replace(case, cost=cost)
     for program in (paper_rule(limited, in_flight=limit), uniform_slack(limited, in_flight=limit)):
         verify(program)
@@ -67,6 +70,6 @@ def test_several_stages_on_a_rank_are_refused() -> None:
 
 
 def test_a_limit_below_one_microbatch_is_refused_by_rank() -> None:
-    cost = replace(CostModel.uniform(2, 1, 1, 1), memory_limit=(1.0, 0.5))
+    cost = CostModel.uniform(2, 1, 1, 1).limited((1.0, 0.5))
     with pytest.raises(PlanError, match=r"^memory limit of rank 1 is 0.5: one microbatch holds 1, the smallest that works$"):
         paper_rule(Case(cost, 2, (0, 1)))

@@ -19,8 +19,9 @@ from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.scenarios import Scenario, delay_scenarios
 from adaptra.simulation.simulate import simulate
+from adaptra.sizes import MemoryLimit
 
-BASE = replace(CostModel.uniform(4, 10, 10, 10, latency=2), memory_limit=(8.0,) * 4)
+BASE = CostModel.uniform(4, 10, 10, 10, latency=2).limited((8.0,) * 4)
 CASE = Case(BASE, 16, (0, 1, 2, 3), "uncertain")
 UNCERTAIN = delay_scenarios(BASE, {(1, 2): {0: 1, 40: 1}, (2, 1): {0: 1, 40: 1}})
 QUICK = 20_000
@@ -68,7 +69,7 @@ def test_valid_within_limits_not_below_the_bound_and_not_worse_than_the_incumben
     stages, microbatches = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
     costs = [data.draw(cost_models(stages)) for _ in range(3)]
     limit = data.draw(st.integers(1, 3))
-    case = Case(replace(costs[0], memory_limit=(float(limit),) * stages), microbatches, tuple(range(stages)))
+    case = Case(replace(costs[0], memory_limit=MemoryLimit((float(limit),) * stages)), microbatches, tuple(range(stages)))
     incumbent = one_f_one_b(stages, microbatches)
     scenarios = [Scenario(cost, data.draw(st.sampled_from([1.0, 2.5]))) for cost in costs]
     found = robust_plan(case, scenarios, in_flight=2, incumbent=incumbent, effort=QUICK)

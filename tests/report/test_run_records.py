@@ -106,7 +106,18 @@ def test_the_last_start_counts_whatever_stands_before_it(tmp_path: Path) -> None
         write(tmp_path, rank, [*records_of(rank, "run two", steps=3), RunEnded(rank, 3)], begin=1000.0)
     run = load_run(tmp_path)
     assert (run.started.run, len(run.steps), run.missing) == ("run two", 3, ())
-    assert run.notes == ("the folder holds 1 earlier starts, which are left out",)
+    assert run.notes == ("the folder holds 1 earlier runs, which are left out",)
+
+
+def test_a_run_goes_on_by_another_start_where_its_layout_changed(tmp_path: Path) -> None:
+    """Steps are those of both layouts, what is usual that of the last one, and a rank that began it has not ended."""
+    for rank in range(2):
+        before = [*records_of(rank, "run one"), RunEnded(rank, 8)]
+        start, *steps = records_of(rank, "run one", steps=10)
+        write(tmp_path, rank, [*before, start, *steps[8:]])
+    run = load_run(tmp_path)
+    assert (run.earlier, [one.step for one in run.steps]) == (0, list(range(10)))
+    assert run.notes == ("rank 0, 1 neither closed nor failed: still running, or killed",)
 
 
 def test_a_start_that_only_one_rank_reached_is_the_last(tmp_path: Path) -> None:

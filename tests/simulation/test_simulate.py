@@ -24,6 +24,7 @@ from adaptra.simulation.cost import Blocking, CostModel
 from adaptra.simulation.job import pipeline_of
 from adaptra.simulation.simulate import BoundKind, Simulation, lower_bound, simulate
 from adaptra.simulation.timeline import MessageInterval, OpInterval
+from adaptra.sizes import MemoryLimit
 
 CASES = sorted(paths.CASES.glob("*.json"))
 TEN = CostModel.uniform(4, 10, 10, 10)
@@ -175,7 +176,7 @@ def test_no_program_beats_the_bound(problem: tuple[Program, CostModel]) -> None:
     program, cost = problem
     if not program.is_forward_only:
         simulation = simulate(program, cost)
-        limited = replace(cost, memory_limit=simulation.peak_memory)
+        limited = cost.limited(simulation.peak_memory)
         bound = lower_bound(Case(limited, program.microbatches, program.placement)).value
         assert bound <= simulation.makespan * (1 + 1e-9)
         assert bound >= lower_bound(Case(cost, program.microbatches, program.placement)).value * (1 - 1e-9)
@@ -229,7 +230,7 @@ def test_both_directions_of_a_shared_edge_queue_for_each_other() -> None:
 
 
 def test_memory_is_held_from_f_in_parts_until_i_and_w() -> None:
-    simulation = two_stages(memory_forward=(10.0, 8.0), memory_input_grad=(6.0, 8.0), memory_limit=(19.0, 8.0))
+    simulation = two_stages(memory_forward=(10.0, 8.0), memory_input_grad=(6.0, 8.0), memory_limit=MemoryLimit((19.0, 8.0)))
     assert simulation.peak_memory == (20, 8)
     assert simulation.peak_in_flight == (2, 1)
     assert simulation.over_memory == (0,)
@@ -339,7 +340,7 @@ def test_what_binds(changes: dict[str, object], microbatches: int, value: float,
 
 
 def test_a_microbatch_that_does_not_fit_has_no_plan() -> None:
-    cost = replace(CostModel.uniform(2, 1, 1, 1), memory_limit=(1.0, 0.5))
+    cost = CostModel.uniform(2, 1, 1, 1).limited((1.0, 0.5))
     assert lower_bound(Case(cost, 4, (0, 1))).value == float("inf")
 
 

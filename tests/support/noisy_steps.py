@@ -312,7 +312,7 @@ def flapping_episode(case: Case, seed: int) -> tuple[Case, list[Fault]]:
     stages, forward = case.cost.stages, case.cost.forward[0]
     scarce = dice.choice((None, 4.0, 6.0))
     if scarce is not None:
-        case = replace(case, cost=replace(case.cost, memory_limit=(scarce,) * stages))
+        case = replace(case, cost=case.cost.limited((scarce,) * stages))
     kind = dice.choice((ChangeKind.LATENCY, ChangeKind.LATENCY, ChangeKind.BANDWIDTH, ChangeKind.COMPUTE))
     where = dice.randrange(stages - 1)
     slow, healthy = dice.choice((3, 6, 12, 30)), dice.choice((3, 6, 12, 30))

@@ -52,7 +52,7 @@ def _occupied(cost: CostModel, *edges: tuple[int, int], by: float = 3.0) -> Cost
 
 
 def _capped(cost: CostModel, *limits: float) -> CostModel:
-    return replace(cost, memory_limit=tuple(map(float, limits)))
+    return cost.limited(tuple(map(float, limits)))
 
 
 def _situation(

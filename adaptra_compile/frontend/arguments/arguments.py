@@ -20,7 +20,7 @@ from adaptra.graph.inner_compiler import EAGER, check_inner
 from adaptra.program.roles import Roles
 from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.options import Options
-from adaptra.runtime.options.rank_agreement import agreed, agreed_values, each_field
+from adaptra.runtime.options.rank_agreement import agreed, agreed_values, each_field, per_rank
 from adaptra.runtime.transports.registry import is_built_in, transport_names
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
 from adaptra.sizes import MemoryLimit
@@ -39,7 +39,8 @@ class CompileArguments:
     """The arguments of :func:`adaptra.frontend.api.compile`, which describes them.
 
     Two more are internal. ``with_loss`` is for :mod:`adaptra.frontend.two_pass`. ``keeps_whole`` is for
-    :mod:`adaptra.frontend.dynamo`: whether the caller keeps every rank's model complete and up to date.
+    :mod:`adaptra.frontend.dynamo`: whether the caller keeps every rank's model complete and up to date. ``limit`` is ``memory``
+    in the form that planning takes.
 
     Raises:
         OptionError: An argument is invalid. The text names it, its value and what is expected.
@@ -61,6 +62,7 @@ class CompileArguments:
     reduction: str = field(default=Reduction.MEAN, metadata=agreed())
     keeps_whole: bool = field(default=False, metadata=agreed())
     weights: str | Path | None = field(default=None, metadata=agreed(_given))
+    limit: MemoryLimit | None = field(init=False, metadata=per_rank("made of memory, which is compared"))
 
     def __post_init__(self) -> None:
         self._check_model()
@@ -72,7 +74,6 @@ class CompileArguments:
             )
         if self.split is not None:
             check_split(self.split)
-        placed_on(self.placement, self.stages)
         require_word("reduction", self.reduction, [str(one) for one in Reduction])
         transport: Any = self.transport
         if transport is not None and transport not in transport_names():
@@ -157,17 +158,11 @@ class CompileArguments:
             )
 
     def _check_numbers(self) -> None:
-        if isinstance(self.memory, str):
-            MemoryLimit.parse(self.memory)
         require_count("stages", self.stages)
         require_count("microbatches", self.microbatches)
-        if self.memory is not None and not isinstance(self.memory, str):
-            require_count("memory", self.memory)
-
-    @property
-    def memory_limit(self) -> MemoryLimit | None:
-        """The limit of a rank's activations; None if the user gave none."""
-        return None if self.memory is None else MemoryLimit.parse(self.memory)
+        ranks = len(set(placed_on(self.placement, self.stages)))
+        limit = None if self.memory is None else MemoryLimit.given(self.memory, ranks)
+        object.__setattr__(self, "limit", limit)
 
     @property
     def stage_modules(self) -> nn.ModuleList | None:

@@ -14,7 +14,7 @@ from adaptra.graph.stages.stages import TrainStage
 from adaptra.program import Kind, Program
 from adaptra.program.placement import stages_of
 from adaptra.simulation.cost import CostModel
-from adaptra.sizes import size_text
+from adaptra.sizes import MemoryLimit, MemoryUnit, size_text
 
 
 def in_bytes(cost: CostModel, stages: Sequence[TrainStage]) -> CostModel:
@@ -27,38 +27,39 @@ def in_bytes(cost: CostModel, stages: Sequence[TrainStage]) -> CostModel:
     )
 
 
-def limits_within(memory: int, stages: Sequence[TrainStage], placement: Sequence[int]) -> tuple[float, ...]:
-    """Return, per rank, the bytes that microbatches may keep if activations may take ``memory`` bytes in all.
+def limits_within(memory: MemoryLimit, stages: Sequence[TrainStage], placement: Sequence[int]) -> MemoryLimit:
+    """Return the bytes that microbatches may keep if activations may take ``memory``, a limit in bytes, in all.
 
     Raises:
         PlanError: One microbatch does not fit on a rank. The text says how much it needs and what would help.
     """
     by_rank = _by_rank(stages, placement)
-    for rank, held in enumerate(by_rank):
+    for rank, (held, limit) in enumerate(zip(by_rank, memory, strict=True)):
         needed = sum(map(_counted, held)) + _beside(held)
-        if needed > memory:
+        if needed > limit:
             what = f"stage {held[0].index} needs" if len(held) == 1 else f"rank {rank} with its {len(held)} stages needs"
             raise PlanError(
-                f"memory={size_text(memory)}: {what} {size_text(needed)} for one microbatch, and keeps "
+                f"memory={size_text(limit)}: {what} {size_text(needed)} for one microbatch, and keeps "
                 f"{size_text(sum(stage.kept_after_forward for stage in held))} of it from F to I: expected at least what it "
                 f"needs; half the rows per microbatch or twice the stages need about {size_text(needed / 2)}, activation "
                 f"checkpointing keeps {size_text(sum(stage.input_bytes for stage in held))} or more"
             )
-    return tuple(float(memory - _beside(held)) for held in by_rank)
+    return memory.of(limit - _beside(held) for held, limit in zip(by_rank, memory, strict=True))
 
 
 def limits_free(
     free: Sequence[int], stages: Sequence[TrainStage], placement: Sequence[int], is_to_come: bool = False
-) -> tuple[float, ...]:
-    """Return, per rank, the bytes that microbatches may keep if its device has ``free`` bytes.
+) -> MemoryLimit:
+    """Return the bytes that microbatches may keep if each rank's device has ``free`` bytes.
 
     A tenth is reserved, and so is the memory for a gradient of each parameter and AdamW's two moments. If the parameters are
     still to come (``is_to_come``), so is theirs.
     """
     copies = 4.0 if is_to_come else 3.0
     ranks = zip(free, _by_rank(stages, placement), strict=True)
-    return tuple(
-        max(0.0, 0.9 * size - copies * sum(stage.parameter_bytes for stage in held) - _beside(held)) for size, held in ranks
+    return MemoryLimit(
+        tuple(max(0.0, 0.9 * size - copies * sum(one.parameter_bytes for one in held) - _beside(held)) for size, held in ranks),
+        MemoryUnit.BYTES,
     )
 
 

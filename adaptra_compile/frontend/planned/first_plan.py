@@ -22,11 +22,12 @@ from adaptra.runtime.options.planning_options import PlanningOptions
 from adaptra.simulation.case import Case
 from adaptra.simulation.scenarios import delay_scenarios
 from adaptra.simulation.simulate import lower_bound, simulate
+from adaptra.sizes import MemoryLimit
 
 Edges = tuple[tuple[int, int], ...]
 
 
-def first_plan(options: PlanningOptions, case: Case, room: tuple[float, ...] | None = None, delegated: Edges = ()) -> Plan:
+def first_plan(options: PlanningOptions, case: Case, room: MemoryLimit | None = None, delegated: Edges = ()) -> Plan:
     """Return the first plan.
 
     If the user gave no memory limit, it is the plan of least memory, see :mod:`adaptra.planning.least_memory`.
@@ -51,8 +52,7 @@ def first_plan(options: PlanningOptions, case: Case, room: tuple[float, ...] | N
         program, reason = _first_program(options, case, is_given=False)
     if room is not None:
         needed = simulate(program, case.cost).peak_memory
-        limits = tuple(map(max, room, needed))
-        case = replace(case, cost=replace(case.cost, memory_limit=limits))
+        case = replace(case, cost=replace(case.cost, memory_limit=room.of(map(max, room, needed))))
     return Plan(0, program, case, PERIOD.of(program, case.cost), PERIOD.bound(case), reason, delegated)
 
 

@@ -28,7 +28,7 @@ from adaptra.runtime.options import Options
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
-from adaptra.sizes import MemoryLimit
+from adaptra.sizes import MemoryLimit, MemoryUnit
 
 PLANNER_SHARE: Final = 0.5
 """Time limit of a search, as a fraction of a step. A plan found before the next step ends takes effect a step sooner."""
@@ -79,7 +79,7 @@ class PipelineSpec:
     Attributes:
         placement, microbatches, with_loss, faults, options, reduction: As in
             :class:`adaptra.frontend.arguments.arguments.CompileArguments`.
-        memory: The user's limit of a rank's activations, or None.
+        memory: The user's limit of activations, or None.
         free: The free bytes of each rank's device. They are the limit of plans if ``memory`` is None.
         replicas: The number of replicas of the job.
         in_order: Whether a transport has one queue for all messages between two ranks, as NCCL has.
@@ -141,20 +141,19 @@ class PipelineSpec:
         rounded = round_messages(compiled)  # also for "slow", to refuse early what can't be rounded
         return rounded if self.options.lossy_bf16 is True else compiled
 
-    def _cost(self, compiled: CompiledStages) -> tuple[CostModel, tuple[float, ...] | None]:
+    def _cost(self, compiled: CompiledStages) -> tuple[CostModel, MemoryLimit | None]:
         """Return the estimated costs with the user's memory limits, or the free memory of each rank if there are none."""
         cost = estimated_cost(compiled, self.placement)
         if self.options.emulate is not None:
             cost = self.options.emulate.apply(cost)
-        match self.memory:
-            case MemoryLimit(microbatches=int(most)):
-                return replace(cost, memory_limit=(float(most),) * len(set(self.placement))), None
-            case MemoryLimit(bytes=int(most)):
-                limits = limits_within(most, compiled.train, self.placement)
-                return replace(in_bytes(cost, compiled.train), memory_limit=limits), None
-            case _:
-                room = None if self.free is None else limits_free(self.free, compiled.train, self.placement, self.is_to_come)
-                return in_bytes(cost, compiled.train), room
+        if self.memory is not None and self.memory.unit is MemoryUnit.MICROBATCHES:
+            return replace(cost, memory_limit=self.memory), None
+        cost = in_bytes(cost, compiled.train)
+        if self.memory is not None:
+            return replace(cost, memory_limit=limits_within(self.memory, compiled.train, self.placement)), None
+        if self.free is None:
+            return cost, None
+        return cost, limits_free(self.free, compiled.train, self.placement, self.is_to_come)
 
     def programs_of(self, first: CompiledStages, compiled: CompiledStages, microbatches: int) -> ShapePrograms:
         """Return what finds the programs of another shape of batch.
@@ -171,7 +170,7 @@ class PipelineSpec:
         limited = cost if room is None else replace(cost, memory_limit=room)
         return ShapePrograms(self._cost(first)[0], limited, microbatches, is_given=self.memory is not None)
 
-    def _first_plan(self, compiled: CompiledStages, case: Case, room: tuple[float, ...] | None) -> Plan:
+    def _first_plan(self, compiled: CompiledStages, case: Case, room: MemoryLimit | None) -> Plan:
         options = self.options
         if not self.with_loss:
             return two_phase_plan(case, options.delegated)

@@ -69,8 +69,9 @@ class WorkerFactory:
             first_step: The number of the first step.
         """
         folder = _telemetry(self.options, launched).folder
+        folder = None if folder is None else Path(folder)
         emulated = initial.case.cost if self.options.emulate is not None else None
-        replica = launched.replica
+        replica, run = launched.replica, launched.job.run
         workers: list[Worker] = []
         with ExitStack() as opened:
             for transport, state in zip(launched.transports, states, strict=True):
@@ -101,7 +102,7 @@ class WorkerFactory:
                     context,
                     initial,
                     self.planning,
-                    RankTelemetry(pipeline.rank, recorder, pipeline, None if folder is None else Path(folder), perfetto.write),
+                    RankTelemetry(pipeline.rank, run, recorder, pipeline, folder, perfetto.write),
                     first_step,
                     self.reduction,
                 )

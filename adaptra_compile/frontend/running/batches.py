@@ -49,15 +49,8 @@ class Batches:
 
     def begin(self) -> None:
         """Begin with the shape of the stages that the workers run now, and no other."""
-        self.shapes = Shapes(
-            None if self.recompile is None else self._compile_again,
-            self._compiled,
-            self._spec.microbatches,
-            most_shapes(self._spec.options.shapes, self._compiled),
-            self._tell_of_shape,
-            self._add_shape,
-            self._drop_shape,
-        )
+        most = most_shapes(self._spec.options.shapes, self._compiled)
+        self.shapes = Shapes(self.recompile is not None, self._compiled, self._spec.microbatches, most)
 
     @property
     def _compiled(self) -> CompiledStages:
@@ -92,7 +85,7 @@ class Batches:
             if not self.shapes.is_first(inputs, wanted):
                 given = args, kwargs, targets if with_loss else None
                 whole = all_beside(given, self._local.launched.device, "a batch of another shape")
-                found = self.shapes.find(inputs, wanted, whole, with_loss=with_loss, training=training)
+                found = self.shapes.find(self, inputs, wanted, whole, with_loss=with_loss, training=training)
                 here = found.inputs if self._has(0) else (), found.targets if self._has(-1) else ()
                 return replace(found, inputs=here[0], targets=here[1])
             split = self._split_inputs(inputs), self._split_targets(wanted) if with_loss else ()
@@ -105,7 +98,7 @@ class Batches:
         """Return whether a stage is in this process."""
         return self._spec.placement[stage] in {worker.rank for worker in self._local.workers}
 
-    def _compile_again(
+    def compile_shape(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any, with_loss: bool, training: bool
     ) -> CompiledStages:
         """Return the stages for a microbatch of another shape."""
@@ -113,7 +106,7 @@ class Batches:
         how = {"with_loss": with_loss, "training": training}
         return self._spec.lowered(self.recompile.stages(self._compiled, args, kwargs, targets, **how))
 
-    def _add_shape(self, new: NewShape) -> StepShape:
+    def add_shape(self, new: NewShape) -> StepShape:
         """Plan for a new shape of batch, and have the workers prepare for it.
 
         Raises:
@@ -134,7 +127,8 @@ class Batches:
             worker.add_shape(shape)
         return shape
 
-    def _tell_of_shape(self, kind: EventKind | None, text: str) -> None:
+    def tell_of_shape(self, kind: EventKind | None, text: str) -> None:
+        """Tell people of a shape that comes or goes, by an event of rank 0; with None it is a warning."""
         (worker, *_) = self._local.workers
         if worker.rank != 0:
             return
@@ -143,7 +137,8 @@ class Batches:
         else:
             worker.controller.recorder.emit_now(kind, text)
 
-    def _drop_shape(self, number: int) -> None:
+    def drop_shape(self, number: int) -> None:
+        """Have the workers forget a shape."""
         for worker in self._local.workers:
             worker.drop_shape(number)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -26,9 +26,6 @@ from adaptra.runtime.worker.step.step_parts import Batch
 
 Given = tuple[tuple[Any, ...], Mapping[str, Any], Any]
 """The model's positional and keyword arguments, and the loss's targets."""
-
-Compiler = Callable[[tuple[Any, ...], Mapping[str, Any], Any, bool, bool], CompiledStages]
-"""Compiles the model for a microbatch of :data:`Given`. The last arguments say whether the loss is wanted, and to train."""
 
 Sizes = tuple[tuple[int, ...], ...]
 """The sizes of all tensors of a batch, without the rows."""
@@ -95,45 +92,50 @@ class _Known:
     steps: int = 0
 
 
+class Workshop(Protocol):
+    """Makes the shapes that :class:`Shapes` keeps. It holds them, so they don't hold it."""
+
+    def compile_shape(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any, with_loss: bool, training: bool
+    ) -> CompiledStages:
+        """Compile the model for a microbatch of :data:`Given`."""
+        ...
+
+    def add_shape(self, new: NewShape) -> StepShape:
+        """Plan for a new shape, and have the workers prepare for it."""
+        ...
+
+    def drop_shape(self, number: int) -> None:
+        """Have the workers forget a shape."""
+        ...
+
+    def tell_of_shape(self, kind: EventKind | None, text: str) -> None:
+        """Tell people of a shape that comes or goes, by an event; with None it is a warning."""
+        ...
+
+
 class Shapes:
     """The shapes that a pipeline's workers have compiled, at most ``most`` beside the first.
 
     Args:
-        compiler: Compiles the model for a microbatch; None if it can't.
+        can_vary: Whether batches of other shapes can be compiled.
         first: The stages for which the pipeline was compiled.
         microbatches: The number of microbatches of a batch with enough rows.
         most: The number of shapes that are kept. The least recently used one goes first.
-        tell: Called with the event of each shape that comes or goes, and its text for people. With None it is a warning.
-        add: Called with each new shape: plans, and tells the workers.
-        drop: Called with the number of a shape that goes.
+
+    Attributes:
+        can_vary: As given.
     """
 
-    def __init__(
-        self,
-        compiler: Compiler | None,
-        first: CompiledStages,
-        microbatches: int,
-        most: int,
-        tell: Callable[[EventKind | None, str], object],
-        add: Callable[[NewShape], StepShape],
-        drop: Callable[[int], None],
-    ) -> None:
-        self._compile = compiler
+    def __init__(self, can_vary: bool, first: CompiledStages, microbatches: int, most: int) -> None:
+        self.can_vary = can_vary
         self._first = first
         self._microbatches = microbatches
         self._most = most
-        self._tell = tell
         self._warning = ShapesWarning(most)
-        self._add = add
-        self._drop = drop
         self._known: OrderedDict[tuple[Sizes, int], _Known] = OrderedDict()
         self._number = FIRST
         self._uses_of_first = 0
-
-    @property
-    def can_vary(self) -> bool:
-        """Whether batches of other shapes can be compiled."""
-        return self._compile is not None
 
     def listed(self) -> tuple[PipelineShape, ...]:
         """Return the first shape, then the others, the most recently used last."""
@@ -175,7 +177,14 @@ class Shapes:
         return (*self._first.inputs.specs, *self._first.targets.specs)
 
     def find(
-        self, inputs: Sequence[Tensor], targets: Sequence[Tensor], arguments: Given, *, with_loss: bool, training: bool
+        self,
+        workshop: Workshop,
+        inputs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        arguments: Given,
+        *,
+        with_loss: bool,
+        training: bool,
     ) -> ShapedBatch:
         """Return a batch of another shape in microbatches; a new shape is compiled first.
 
@@ -183,6 +192,7 @@ class Shapes:
         only trained has no evaluation graphs. It is compiled again once these are needed, and then has both.
 
         Args:
+            workshop: Makes a new shape.
             inputs, targets: The batch's tensors in flat order.
             arguments: The same as the user gave them.
             with_loss: Whether the loss is wanted, and not the outputs.
@@ -198,14 +208,16 @@ class Shapes:
         known = self._known.get((sizes, rows))
         if known is None or not _serves(known.shape, with_loss, training):
             name = _name([one.shape for one in tensors], labels)
-            known = self._compiled(sizes, rows, name, arguments, with_loss, training)
+            known = self._compiled(workshop, sizes, rows, name, arguments, with_loss, training)
         self._known.move_to_end((sizes, rows))
         known.steps += 1
         shape = known.shape
         split = split_rows(inputs, shape.rows), split_rows(targets, shape.rows)
         return ShapedBatch(shape.number, *split, shape.shares, shape.larger)
 
-    def _compiled(self, sizes: Sizes, rows: int, name: str, arguments: Given, with_loss: bool, training: bool) -> _Known:
+    def _compiled(
+        self, workshop: Workshop, sizes: Sizes, rows: int, name: str, arguments: Given, with_loss: bool, training: bool
+    ) -> _Known:
         began = time.monotonic()
         split = microbatch_rows(rows, self._microbatches)
         earlier = self._known.get((sizes, rows))
@@ -215,7 +227,7 @@ class Shapes:
             arguments, with_loss = (arguments[0], arguments[1], self._first.targets.unflatten(())), True
         try:
             several = sorted(set(split), reverse=True)
-            compiled = [self._stages_for(sizes, one, arguments, with_loss, training) for one in several]
+            compiled = [self._stages_for(workshop, sizes, one, arguments, with_loss, training) for one in several]
             if earlier is not None:
                 before = (earlier.shape.larger, earlier.shape.smaller)
                 compiled = [_joined(one, other) for one, other in zip(compiled, before, strict=False)]
@@ -224,22 +236,24 @@ class Shapes:
         digest = hashlib.blake2b(repr((sizes, rows)).encode(), digest_size=4).digest()
         use = " for evaluation too" if trained else "" if all(one.trains for one in compiled) else " for evaluation only"
         new = NewShape(self._number + 1, max(1, int.from_bytes(digest, "little")), name, split, *compiled, use=use)
-        shape = self._add(new)
+        shape = workshop.add_shape(new)
         self._number = new.number
         known = self._known[sizes, rows] = _Known(shape, name, time.monotonic() - began)
-        self._tell(EventKind.COMPILED, f"batches of {name}{new.use} in {known.seconds:.2f} s")
+        workshop.tell_of_shape(EventKind.COMPILED, f"batches of {name}{new.use} in {known.seconds:.2f} s")
         if earlier is not None:  # the same shape, and so none more
             known.steps, known.seconds = earlier.steps, earlier.seconds + known.seconds
-            self._drop(earlier.shape.number)
+            workshop.drop_shape(earlier.shape.number)
         elif (warning := self._warning.after(known.seconds)) is not None:
-            self._tell(None, warning)
+            workshop.tell_of_shape(None, warning)
         while len(self._known) > self._most:
             _, dropped = self._known.popitem(last=False)
-            self._drop(dropped.shape.number)
-            self._tell(EventKind.FORGOTTEN, f"batches of {dropped.name}: {self._most} shapes are kept")
+            workshop.drop_shape(dropped.shape.number)
+            workshop.tell_of_shape(EventKind.FORGOTTEN, f"batches of {dropped.name}: {self._most} shapes are kept")
         return known
 
-    def _stages_for(self, sizes: Sizes, rows: int, arguments: Given, with_loss: bool, training: bool) -> CompiledStages:
+    def _stages_for(
+        self, workshop: Workshop, sizes: Sizes, rows: int, arguments: Given, with_loss: bool, training: bool
+    ) -> CompiledStages:
         """Return the stages for microbatches of this many rows, which another shape of batch may have already.
 
         Stages with a loss serve evaluations without targets too.
@@ -252,9 +266,8 @@ class Shapes:
                 for stages, size in ((known.shape.larger, known.shape.rows[0]), (known.shape.smaller, known.shape.rows[-1])):
                     if stages is not None and size == rows:
                         return stages
-        assert self._compile is not None, "shapes can vary"
         args, kwargs, targets = first_rows((arguments[0], dict(arguments[1]), arguments[2]), rows)
-        return self._compile(args, kwargs, targets, with_loss, training)
+        return workshop.compile_shape(args, kwargs, targets, with_loss, training)
 
 
 def _serves(shape: StepShape, with_loss: bool, training: bool) -> bool:

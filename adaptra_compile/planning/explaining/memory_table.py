@@ -65,8 +65,7 @@ def time_by_memory(case: Case, program: Program, timing: StepTiming) -> tuple[Me
 
 def _others(case: Case, held: float, timing: StepTiming) -> Iterator[MemoryPoint]:
     for share in SHARES:
-        limit = (share * held,) * len(set(case.placement))
-        limited = replace(case, cost=replace(case.cost, memory_limit=limit))
+        limited = replace(case, cost=case.cost.limited((share * held,) * len(set(case.placement))))
         try:
             program = timing.plan(limited, effort=EFFORT)
         except PlanError:

@@ -11,6 +11,7 @@ from adaptra.errors import CaseError
 from adaptra.program.placement import Edge, in_turn
 from adaptra.simulation.case import Case, WorkerLink
 from adaptra.simulation.cost import CostModel
+from adaptra.sizes import MemoryLimit, MemoryUnit
 
 NOISE: Final = 0.05
 """The fraction of F + I + W by which workers that are alike may differ, and the unit in which a slow one's factor is given."""
@@ -123,7 +124,7 @@ def pipeline_case(case: Case, replica: int) -> Case:
         port = max(case.ports.get(here, 0.0), case.ports.get(there, 0.0)) if here != there else 0.0
         cost = cost.with_latency(source, destination, link.latency)
         cost = cost.with_occupancy(source, destination, max(link.occupancy, port))
-    limit = None if case.memory is None else tuple(map(float, case.memory))
+    limit = None if case.memory is None else MemoryLimit(tuple(map(float, case.memory)), MemoryUnit.MICROBATCHES)
     cost = replace(cost, memory_forward=(1.0,) * case.stages, memory_input_grad=(0.0,) * case.stages, memory_limit=limit)
     return Case(cost, case.microbatches, case.placement, case.name)
 

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any, Final
 
 from adaptra.checks import is_finite, is_whole
-from adaptra.runtime.control_store.schema import Fields, decode
+from adaptra.json_files import Fields
+from adaptra.runtime.control_store.schema import decode
 from adaptra.runtime.measuring.measurement import StepMeasurement
 
 MAX_TEXT: Final = 10_000

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from adaptra.errors import CaseError, ControlError, ScheduleError
+from adaptra.json_files import Fields
 from adaptra.planning.remedies.job_remedies import JobRemedy
 from adaptra.planning.routes.joined_programs import crossed_replicas
 from adaptra.program import Program
 from adaptra.program.placement import Edge
-from adaptra.runtime.control_store.schema import Fields
 from adaptra.simulation.case import Case
 from adaptra.simulation.case_files import case_from_json, case_to_json
 

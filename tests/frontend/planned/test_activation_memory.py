@@ -19,7 +19,7 @@ from adaptra.frontend.planned.activation_memory import predicted_peaks, size_tex
 from adaptra.graph.stages.stage_graphs import StageGraphs
 from adaptra.runtime.transports.base import Identity, Pending
 from adaptra.runtime.transports.local import LocalTransport
-from adaptra.sizes import MemoryLimit
+from adaptra.sizes import MemoryLimit, MemoryUnit
 
 ROWS, MICROBATCHES, STAGES = 16, 8, 3
 
@@ -135,13 +135,14 @@ def test_a_list_of_modules_may_be_given_bytes() -> None:
     ("text", "size"), [("2GiB", 2 << 30), ("1.5 MB", 1_500_000), (" 3 KiB ", 3 << 10), ("7 B", 7), ("0.5TB", 5 * 10**11)]
 )
 def test_sizes_are_read(text: str, size: int) -> None:
-    assert MemoryLimit.parse(text) == MemoryLimit(bytes=size)
+    found = MemoryLimit.given(text, 2)
+    assert found.by_rank == (size, size) and found.unit is MemoryUnit.BYTES
 
 
 @pytest.mark.parametrize("text", ["2", "GiB", "-1 GiB", "2 gib", "0.1 B", ""])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(OptionError, match="expected a size such as"):
-        MemoryLimit.parse(text)
+        MemoryLimit.given(text, 2)
 
 
 def test_sizes_are_told_in_the_largest_unit_that_they_fill() -> None:

@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[type[AdaptraError], Callable[[], object]]] = {
     OUT_OF_ORDER: (PlanError, lambda: plan(Program.parse(CROSSED), name="resnet", case=TWO)),
     TOO_MANY: (
         PlanError,
-        lambda: plan(program(away=(1, 2)), case=replace(CASE, cost=replace(CASE.cost, memory_limit=(1.0, 1.0)))),
+        lambda: plan(program(away=(1, 2)), case=replace(CASE, cost=CASE.cost.limited((1.0, 1.0)))),
     ),
 }
 
@@ -153,9 +153,9 @@ route 1 0-1 by 2,1
 
 
 def test_a_worker_holds_the_microbatches_that_it_computes_whosever_they_are() -> None:
-    limited = replace(TWO, cost=replace(TWO.cost, memory_limit=(2.0, 2.0)))
+    limited = replace(TWO, cost=TWO.cost.limited((2.0, 2.0)))
     plan(Program.parse(EXCHANGED), case=limited)
     with pytest.raises(PlanError, match=r"worker 0\.1 holds 4 microbatches, .* expected at most 2"):
         plan(Program.parse(GIVEN_AWAY), case=limited)
     with pytest.raises(PlanError, match=r"worker 0\.0 holds 2 microbatches, .* expected at most 1"):
-        plan(Program.parse(EXCHANGED), case=replace(TWO, cost=replace(TWO.cost, memory_limit=(1.0, 1.0))))
+        plan(Program.parse(EXCHANGED), case=replace(TWO, cost=TWO.cost.limited((1.0, 1.0))))

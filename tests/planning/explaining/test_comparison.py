@@ -81,7 +81,7 @@ def test_a_sweep_adds_to_the_latency_and_plans_anew_but_for_the_plan_kept() -> N
 
 
 def test_what_is_over_memory_is_said_at_every_delay() -> None:
-    found = sweep_delay(replace(CASE, cost=replace(CASE.cost, memory_limit=(4.0,) * 4)), BOTH, [0, 9], ["zb_h2", "adapted"])
+    found = sweep_delay(replace(CASE, cost=CASE.cost.limited((4.0,) * 4)), BOTH, [0, 9], ["zb_h2", "adapted"])
     assert found.over_memory == {"zb_h2": (True, True), "adapted": (False, False)}
 
 
@@ -103,7 +103,7 @@ def test_wrong_questions_are_refused() -> None:
 
 
 def test_the_picture_names_every_schedule_and_what_is_over_memory(tmp_path: Path) -> None:
-    limited = replace(CASE, cost=replace(CASE.cost, memory_limit=(4.0,) * 4))
+    limited = replace(CASE, cost=CASE.cost.limited((4.0,) * 4))
     found = sweep_delay(limited, BOTH, [0, 20, 40], ["1f1b", "zb_h2", "kept", "adapted"])
     draw_sweep(found, tmp_path / "a.svg")
     drawn = (tmp_path / "a.svg").read_text()

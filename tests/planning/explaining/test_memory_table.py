@@ -19,7 +19,7 @@ LATE = Case(CostModel.uniform(4, 1, 1, 1, latency=1), 16, (0, 1, 2, 3))
 
 
 def limited(most: float) -> Case:
-    return replace(LATE, cost=replace(LATE.cost, memory_limit=(most,) * 4))
+    return replace(LATE, cost=LATE.cost.limited((most,) * 4))
 
 
 @pytest.mark.parametrize("timing", [PERIOD, MAKESPAN], ids=lambda timing: timing.name)

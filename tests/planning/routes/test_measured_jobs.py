@@ -15,6 +15,7 @@ from adaptra.planning.routes.measured_jobs import NOISE, measured_case, pipeline
 from adaptra.program.placement import v_shaped
 from adaptra.simulation.case import Case, WorkerLink
 from adaptra.simulation.cost import CostModel
+from adaptra.sizes import MemoryLimit
 
 PIPELINE = CostModel.uniform(3, 0.04, 0.05, 0.03, 0.004, 0.01)
 
@@ -95,7 +96,7 @@ def test_the_case_of_a_replica_has_its_own_costs(replica: int) -> None:
     found = pipeline_case(case, replica).cost
     for name in ("forward", "input_grad", "weight_grad", "latency_forward", "occupancy_forward", "occupancy_backward"):
         assert getattr(found, name) == pytest.approx(getattr(costs[replica], name))
-    assert found.memory_limit == (3.0, 2.0, 1.0)
+    assert found.memory_limit == MemoryLimit((3.0, 2.0, 1.0))
 
 
 def test_costs_of_different_pipelines_are_refused() -> None:

@@ -26,6 +26,7 @@ from adaptra.simulation.case_files import case_from_json, case_to_json
 from adaptra.simulation.cost import Blocking, CostModel
 from adaptra.simulation.job import pipeline_of
 from adaptra.simulation.simulate import STEPS, simulate
+from adaptra.sizes import MemoryLimit
 
 EVEN = Case(CostModel.uniform(4, 1, 1, 1), 16, (0, 1, 2, 3))
 LATE = replace(EVEN, cost=CostModel.uniform(4, 1, 1, 1, latency=1))
@@ -40,7 +41,7 @@ def uneven(number: int) -> Case:
     limit = draw.choice((None, stages, 1.5 * stages, 2.0 * stages))
     (forward, input_grad, weight_grad), edges = times, delays
     cost = CostModel(forward, input_grad, weight_grad, edges[0], edges[1], edges[2], edges[3])
-    cost = replace(cost, memory_limit=None if limit is None else (float(limit),) * stages)
+    cost = replace(cost, memory_limit=None if limit is None else MemoryLimit((float(limit),) * stages))
     return Case(cost, microbatches, tuple(range(stages)), f"uneven {number}")
 
 
@@ -130,7 +131,7 @@ def test_a_rank_updates_between_its_steps_and_neither_bound_nor_search_forgets_i
 
 def test_a_plan_that_knows_of_an_update_repeats_sooner_than_one_that_does_not() -> None:
     """The rank of the last stage is busy between steps, so what the others do meanwhile must not wait for it."""
-    cost = replace(CostModel.uniform(4, 1, 1, 1), memory_limit=(3.0,) * 4)
+    cost = CostModel.uniform(4, 1, 1, 1).limited((3.0,) * 4)
     known = replace(cost, update=(0.0, 0.0, 0.0, 8.0))
     assert PERIOD.of(PERIOD.plan(Case(known, 6)), known) == 26.0 < PERIOD.of(PERIOD.plan(Case(cost, 6)), known)
 
@@ -166,7 +167,7 @@ def test_no_plan_of_any_search_is_below_the_bound(case: Case) -> None:
 def test_no_program_is_below_the_bound_for_the_memory_that_it_holds(program: Program, freed: float, latency: float) -> None:
     cost = CostModel.uniform(program.stages, 1, 2, 3, latency=latency)
     cost = replace(cost, memory_input_grad=(freed,) * program.stages)
-    held = replace(cost, memory_limit=simulate(program, cost).peak_memory)
+    held = cost.limited(simulate(program, cost).peak_memory)
     assert PERIOD.of(program, cost) >= PERIOD.bound(Case(held, program.microbatches, program.placement)) * (1 - 1e-9)
 
 
@@ -185,9 +186,9 @@ def test_no_program_holds_less_than_its_period_needs(program: Program, freed: fl
     ("case", "value", "where"),
     [
         (EVEN, 48, "work, rank 0"),
-        (replace(EVEN, cost=replace(EVEN.cost, memory_limit=(6.0,) * 4)), 49, "fill, rank 0"),
-        (replace(LATE, cost=replace(LATE.cost, memory_limit=(10.0,) * 4)), 51, "fill, rank 0"),
-        (replace(EVEN, cost=replace(EVEN.cost, memory_limit=(0.5,) * 4)), math.inf, "memory, rank 0"),
+        (replace(EVEN, cost=EVEN.cost.limited((6.0,) * 4)), 49, "fill, rank 0"),
+        (replace(LATE, cost=LATE.cost.limited((10.0,) * 4)), 51, "fill, rank 0"),
+        (replace(EVEN, cost=EVEN.cost.limited((0.5,) * 4)), math.inf, "memory, rank 0"),
         (replace(EVEN, cost=CostModel.uniform(4, 1, 1, 1, occupancy=4)), 93, "link, link of ranks 0→1"),
         (replace(EVEN, cost=replace(CostModel.uniform(4, 1, 1, 1, occupancy=2), half_duplex=True)), 64, "link, edge 0-1"),
     ],
@@ -224,7 +225,7 @@ def test_an_incumbent_is_kept_if_nothing_repeats_sooner() -> None:
     known = generate("zb_h2", 4, 16)
     assert PERIOD.of(PERIOD.plan(EVEN, incumbent=known, budget=1e-9), EVEN.cost) == 48
     fused = generate("1f1b", 4, 16)
-    few = replace(EVEN, cost=replace(EVEN.cost, memory_limit=(4.0,) * 4))
+    few = replace(EVEN, cost=EVEN.cost.limited((4.0,) * 4))
     assert PERIOD.of(PERIOD.plan(few, incumbent=fused), few.cost) <= PERIOD.of(fused, few.cost)
 
 

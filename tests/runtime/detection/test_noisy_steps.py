@@ -53,7 +53,7 @@ def test_a_link_that_comes_and_goes_does_not_make_the_plan_come_and_go(slow: int
 
 def test_where_memory_is_scarce_the_way_back_takes_longer_after_each_relapse() -> None:
     """What absorbs the delay takes a third longer on a healthy link."""
-    scarce = replace(CASE, cost=replace(CASE.cost, memory_limit=(4.0,) * 4))
+    scarce = replace(CASE, cost=CASE.cost.limited((4.0,) * 4))
     *switches, last = flapping(scarce, 6, 12).switches
     assert switches == [12, 18, 24, 33, 36, 47, 48], "at once, after two steps and after four; then none lasts for long enough"
     assert last == 245 + 32 + 2, "but the last one"
@@ -71,7 +71,7 @@ def test_what_turns_slow_while_a_flapping_link_heals_has_its_plan_as_soon_as_any
         return Fault(ChangeKind.LATENCY, ((between, between + 1), (between + 1, between)), 0.06, first, last)
 
     faults = [late(flapping_edge, 10, 15), late(flapping_edge, 22, 27), late(edge, 28, 90)]
-    run = NoisySteps(replace(CASE, cost=replace(CASE.cost, memory_limit=(4.0,) * 4)), seed=4, faults=faults)
+    run = NoisySteps(replace(CASE, cost=CASE.cost.limited((4.0,) * 4)), seed=4, faults=faults)
     for _ in range(60):
         run.step()
     assert [step for step in run.switches if step >= 28] == [30]

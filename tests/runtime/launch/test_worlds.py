@@ -85,6 +85,8 @@ def meet_again(rank: int) -> list[list[str]]:
     launched.transports[0].begin(Attempt(0, 1))
     found.append(launched.meet(TIMEOUT, text=f"again of {rank}"))
     after = launched.enter(launched.world.followed_by())
+    assert after.job.run == launched.job.run
+    found.append(launched.tell("run", after.job.run, TIMEOUT))
     found.append(after.meet(TIMEOUT, text=f"next of {rank}"))
     dist.barrier()
     for transport in (*launched.transports, *after.transports):
@@ -95,7 +97,9 @@ def meet_again(rank: int) -> list[list[str]]:
 
 def test_ranks_meet_in_each_attempt_anew() -> None:
     expected = [[f"{when} of {rank}" for rank in range(2)] for when in ("first", "again", "next")]
-    assert run_processes(meet_again, 2) == [expected] * 2
+    found = run_processes(meet_again, 2)
+    runs = [name for told in found for name in told.pop(2)]
+    assert len(runs) == 4 and len(set(runs)) == 1 and found == [expected] * 2
 
 
 @pytest.mark.parametrize("with_delegate", [False, True])

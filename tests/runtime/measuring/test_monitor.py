@@ -130,7 +130,11 @@ def test_measurements_and_records_survive_the_wire() -> None:
         ({"stages": 3}, "measurement: field 'stages': expected a list, got 3"),
         ({"stages": [3]}, "measurement: stages[0]: expected a JSON object, got int"),
         ({"edges": [{}]}, "measurement: edges[0]: missing field 'source'"),
-        ({"run": "rm"}, "measurement: unknown field 'run'"),
+        (
+            {"run": "rm"},
+            "measurement: unknown field 'run': expected some of edges, has_met, pause, rank, reduce, seconds, "
+            "stages, step, update",
+        ),
     ],
 )
 def test_a_measurement_that_is_not_one_is_refused(change: dict[str, object], message: str) -> None:

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ import adaptra
 from adaptra.errors import AdaptraError, PipelineError
 from adaptra.frontend.arguments.placing import placed_on
 from adaptra.graph import compile_stages
+from adaptra.report.run_records import load_run
 from adaptra.runtime.control.plans.events import EventKind
+from adaptra.runtime.telemetry.options import Telemetry
 
 ROWS, MICROBATCHES, STEPS = 16, 4, 6
 
@@ -189,6 +192,18 @@ def test_a_copy_that_no_stage_needs_any_more_is_dropped_from_the_optimizer() -> 
         assert after.keys() == before.keys() and all(after[name] is before[name] for name in after)
         held = [one for group in optimizer.param_groups for one in group["params"]]
         assert {id(one) for one in held} == {id(one) for one in pipe.parameters()} == {id(one) for one in optimizer.state}
+
+
+def test_a_run_keeps_its_name_where_cuts_move(tmp_path: Path) -> None:
+    options = adaptra.Options(telemetry=Telemetry(folder=tmp_path))
+    with compiled(MIXED, batches()[0], stages=2, microbatches=MICROBATCHES, split=SPLITS[0], options=options) as pipe:
+        optimizer = two_groups(pipe)
+        for batch, split in zip(batches(), (SPLITS[1], SPLITS[0]), strict=False):
+            run_step(pipe, optimizer, batch)
+            pipe.take_split(split, optimizer)
+        run_step(pipe, optimizer, batches()[2])
+    run = load_run(tmp_path)
+    assert (run.earlier, [one.step for one in run.steps], run.unended) == (0, [0, 1, 2], ())
 
 
 def test_what_is_kept_to_cut_again_does_not_hold_the_model() -> None:

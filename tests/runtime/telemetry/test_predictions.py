@@ -20,9 +20,9 @@ class Recorded:
     def __init__(self) -> None:
         nowhere: Any = SimpleNamespace(record=lambda _: None, follows_steps=False)
         transport: Any = SimpleNamespace(worker_of=lambda rank: rank)
-        self.rank = RankTelemetry(0, nowhere, transport, None, lambda *_: None)
+        self.rank = RankTelemetry(0, "run", nowhere, transport, None, lambda *_: None)
         self.old = replace(plan_zero(), predicted=0.1)
-        self.rank.started("run", self.old)
+        self.rank.started(self.old)
         self.rank.begin_step(0, self.old)
 
     def tell(self, kind: EventKind, version: int, before: float | None, text: str = "edge 0→1 slow") -> float:

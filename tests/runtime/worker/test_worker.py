@@ -46,7 +46,7 @@ def test_a_plan_beyond_the_memory_is_refused_and_nobody_switches(monkeypatch: py
             if refused:
                 break
         assert refused, "the careless planner's plan was never proposed"
-        assert "of activations: expected at most 2, in the unit of memory=" in refused[0]
+        assert ": expected at most 2 microbatches, as memory= allows" in refused[0]
         for _ in range(4):
             pipe.step(inputs, targets)
         assert pipe.plan.version == 0

@@ -100,7 +100,7 @@ def test_a_job_that_only_scatters_is_not_shared() -> None:
 def test_a_plan_has_room_for_what_runs() -> None:
     """Whole microbatches may exceed a limit in bytes that the running program keeps: it stays, and nothing holds more."""
     planning = Planning(lambda _case, program: program, replicas=REPLICAS)
-    tight = replace(CASE, cost=replace(COST, memory_limit=(1.0,) * STAGES))
+    tight = replace(CASE, cost=COST.limited((1.0,) * STAGES))
     current = replace(plan_zero(), case=tight)
     costs = (COST, slow(1, 2.0))
     plan, _ = planning.plan_for(Detection(9, (), costs[1], by_replica=costs), current, (), is_draft=False)
