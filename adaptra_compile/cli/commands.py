@@ -14,7 +14,7 @@ from adaptra.errors import ReportError, ScheduleError
 from adaptra.program import Program
 from adaptra.program.placement import in_turn, v_shaped
 from adaptra.program.schedules import PLACED, generate_for
-from adaptra.report import drawing, perfetto, picture, run_page, step_picture, text
+from adaptra.report import drawing, perfetto, picture, run_page, text
 from adaptra.report.run_records import load_run, summary
 from adaptra.simulation.case import Case
 from adaptra.simulation.simulate import Simulation, lower_bound, simulate
@@ -108,12 +108,9 @@ def _trace(options: Namespace) -> str:
         raise ReportError("trace --json: expected the folder of a run; traces (.json) are JSON themselves")
     runs = [run for file in options.files for run in perfetto.load_all(file)]
     if options.output is not None:
-        if not any(timeline.program.is_one_pipeline for _, timeline in runs):
-            if options.slow_edge:
-                raise ReportError("trace --slow-edge: expected traces of one pipeline; those of several replicas mark no edges")
-            step_picture.draw_steps(runs, options.output, title=options.title)
-        else:
-            picture.draw(runs, options.output, slow_edges=options.slow_edge or (), title=options.title)
+        if options.slow_edge and not any(timeline.program.is_one_pipeline for _, timeline in runs):
+            raise ReportError("trace --slow-edge: expected traces of one pipeline; those of several replicas mark no edges")
+        picture.draw(runs, options.output, slow_edges=options.slow_edge or (), title=options.title)
         return ""
     return "\n".join(f"{title}\n{_as_text(timeline, line_width(options))}" for title, timeline in runs)
 

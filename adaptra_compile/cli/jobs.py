@@ -12,6 +12,7 @@ from adaptra.cli.output import as_json, check_outputs, line_width, title_of
 from adaptra.errors import CaseError, PlanError, ScheduleError
 from adaptra.program import Program
 from adaptra.program.schedules import GENERATORS, PLACED
+from adaptra.report import picture
 from adaptra.report.drawing import SUFFIXES
 from adaptra.report.files import write_whole
 from adaptra.report.job_rows import render_job
@@ -125,7 +126,7 @@ def run_job_simulate(options: Namespace, case: Case) -> str:
     simulated = simulate(_read_program(options.program, case), case)
     _draw(options, [(title_of(case, simulated.program), simulated)])
     if options.trace is not None:
-        from adaptra.report.job_picture import STEPS_SHOWN
+        from adaptra.report.panels import STEPS_SHOWN
         from adaptra.report.perfetto import write
 
         title = title_of(case, simulated.program)
@@ -149,9 +150,7 @@ def _compared(options: Namespace, case: Case, program: Program) -> str:
 
 def _draw(options: Namespace, simulations: Sequence[tuple[str, Simulation]]) -> None:
     if options.picture is not None:
-        from adaptra.report.job_picture import draw_jobs
-
-        draw_jobs(simulations, options.picture)
+        picture.draw(simulations, options.picture)
 
 
 def run_job_explain(options: Namespace, case: Case) -> str:

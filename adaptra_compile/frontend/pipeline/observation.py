@@ -12,7 +12,7 @@ from adaptra.frontend.shapes.shapes import PipelineShape
 from adaptra.planning.explaining.explanation import explain
 from adaptra.planning.explaining.job_explanation import explain_job
 from adaptra.planning.routes.steady_steps import timing_of
-from adaptra.report import drawing, perfetto, picture, step_picture
+from adaptra.report import drawing, perfetto, picture
 from adaptra.report.files import check_suffix
 from adaptra.report.stage_table import PADDED, MeasuredStep, measured_lines, stage_table
 from adaptra.runtime.control.plans.events import ControlEvent
@@ -199,7 +199,5 @@ class ObservationMethods(HeldSession):
         named = [(f"step under plan {self.plan.version}{f'; {PADDED}' if self.session.has_padded_ops else ''}", timeline)]
         if suffix == ".json":
             perfetto.write(named, path, slow)
-        elif timeline.program.is_one_pipeline:
-            picture.draw(named, path, slow_edges=slow)
         else:
-            step_picture.draw_steps(named, path)
+            picture.draw(named, path, slow_edges=slow)
