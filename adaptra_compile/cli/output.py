@@ -13,9 +13,10 @@ from typing import Any, Final
 from adaptra.program import Program
 from adaptra.report import picture, text
 from adaptra.report.files import check_suffix
+from adaptra.simulation.bound import Bound
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.simulate import Bound, Simulation, simulate
+from adaptra.simulation.simulate import Simulation, simulate
 
 _SLOW_FACTOR: Final = 2.0
 _WIDTH_WITHOUT_TERMINAL: Final = 120

@@ -15,13 +15,14 @@ from adaptra.passes.adapt_order import ADAPTED
 from adaptra.planning.explaining.comparison import compare
 from adaptra.planning.routes.job_planner import plan_job
 from adaptra.planning.routes.large_jobs import LargePlan, is_large, plan_large
-from adaptra.planning.routes.period_bound import PeriodBound, period_bound
+from adaptra.planning.routes.period_bound import period_bound
 from adaptra.planning.routes.steady_steps import PERIOD, timing_of
 from adaptra.program import Program
 from adaptra.program.torch_csv import to_csv
 from adaptra.report import drawing
 from adaptra.report.files import write_whole
 from adaptra.report.text import percent
+from adaptra.simulation.bound import Bound
 from adaptra.simulation.case import Case
 from adaptra.simulation.simulate import Simulation, lower_bound, simulate
 
@@ -88,7 +89,7 @@ def _of_job(options: Namespace, case: Case, simulation: Simulation) -> tuple[dic
     return found, headline(case, simulation) + _comparison(case, simulation.period, healthy, bound)
 
 
-def _bounds(case: Case, bound: PeriodBound, healthy: float) -> dict[str, Any]:
+def _bounds(case: Case, bound: Bound, healthy: float) -> dict[str, Any]:
     return {
         "bound": bound.value,
         "bound_kind": bound.kind.value,
@@ -124,7 +125,7 @@ def too_large(what: str, case: Case) -> PlanError:
     return PlanError(f"{what}: {case.name} has {case.workers} workers: expected a job of fewer than a million ops")
 
 
-def _comparison(case: Case, period: float, healthy: float, bound: PeriodBound) -> str:
+def _comparison(case: Case, period: float, healthy: float, bound: Bound) -> str:
     """Return lines that compare a plan's period with its bound, the healthy period and the fault-scaled limit."""
     lines = [f"bound    {bound}: this plan takes {_longer(period, bound.value)}"]
     if not case.is_healthy:

@@ -19,9 +19,10 @@ from adaptra.errors import CaseError, ScheduleError
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import RULE
 from adaptra.program.schedules import generate
+from adaptra.simulation.bound import BoundKind
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import Blocking, CostModel
-from adaptra.simulation.simulate import BoundKind, Simulation, lower_bound, simulate
+from adaptra.simulation.simulate import Simulation, lower_bound, simulate
 from adaptra.simulation.timeline import MessageInterval, OpInterval
 
 CASES = sorted(paths.CASES.glob("*.json"))

@@ -15,11 +15,12 @@ from adaptra.planning.explaining.memory_table import MemoryPoint, time_by_memory
 from adaptra.planning.limitation import Limitation, what_limits
 from adaptra.planning.remedies.bandwidth_remedies import BandwidthOptions, Edge, Remedies, find_remedies
 from adaptra.planning.routes.steady_steps import PERIOD
-from adaptra.planning.timing import MAKESPAN, StepBound, StepTiming
+from adaptra.planning.timing import MAKESPAN, StepTiming
 from adaptra.program import Kind, Program
+from adaptra.simulation.bound import Bound
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import MEMORY_TOLERANCE, CostModel
-from adaptra.simulation.simulate import Bound, lower_bound, simulate
+from adaptra.simulation.simulate import lower_bound, simulate
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class Explanation:
     makespan: float
     bound: Bound
     period: float
-    period_bound: StepBound
+    period_bound: Bound
     busy: float
     counts: str
     by_memory: tuple[MemoryPoint, ...]

@@ -14,8 +14,9 @@ from adaptra.planning.explaining.explanation import Line, texts_of
 from adaptra.planning.explaining.job_numbers import ROUNDED, JobNumbers, Traffic, WorkerLoad
 from adaptra.planning.responses.normalize import losses, role_moves, stage_work, with_moves
 from adaptra.planning.routes.job_planner import plan_job
-from adaptra.planning.routes.period_bound import PeriodBound, PeriodBoundKind, period_bound
+from adaptra.planning.routes.period_bound import period_bound
 from adaptra.program import Program
+from adaptra.simulation.bound import Bound, BoundKind
 from adaptra.simulation.case import Case
 from adaptra.simulation.simulate import Simulation, simulate
 
@@ -39,7 +40,7 @@ class JobExplanation:
     simulation: Simulation
     healthy: float
     fault_scaled: float
-    bound: PeriodBound
+    bound: Bound
     lines: tuple[Line, ...]
     remarks: tuple[str, ...]
 
@@ -136,18 +137,18 @@ def explain_job(program: Program, case: Case) -> JobExplanation:
     return JobExplanation(simulation, healthy, float(scaled.result), bound, lines, remarks)
 
 
-def _remarks(numbers: JobNumbers, bound: PeriodBound) -> Iterator[str]:
+def _remarks(numbers: JobNumbers, bound: Bound) -> Iterator[str]:
     """Yield what bounds the period, and what would make it shorter."""
     period, best = numbers.simulation.period, float(numbers.recut.result)
-    if bound.kind is PeriodBoundKind.PORT:
+    if bound.kind is BoundKind.PORT:
         yield f"port: {bound.where} for that long; fewer microbatches through it would help"
-    elif bound.kind is PeriodBoundKind.LINK:
+    elif bound.kind is BoundKind.LINK:
         yield _detour(numbers, next(one for one in numbers.traffic if one.where == bound.where))
     else:
         where = bound.where.partition(",")[0]  # a path also has a stage
         load = max((load for load in numbers.loads if where == f"worker {load.worker}"), key=numbers.work)
         yield _computed(numbers, load)
-        if bound.kind is PeriodBoundKind.WORK:
+        if bound.kind is BoundKind.WORK:
             yield from _role_moves(numbers.case)
             if bound.value > best * ROUNDED:
                 yield (
@@ -202,10 +203,10 @@ def _fit_remark(numbers: JobNumbers) -> Iterator[str]:
         )
 
 
-def _room_missing(numbers: JobNumbers, bound: PeriodBound) -> Iterator[str]:
+def _room_missing(numbers: JobNumbers, bound: Bound) -> Iterator[str]:
     """Yield how much more room per worker gives the period that the planner finds without memory limit."""
     case, memory, period = numbers.case, numbers.case.memory, numbers.simulation.period
-    of_memory = bound.kind in (PeriodBoundKind.MEMORY, PeriodBoundKind.FILL)
+    of_memory = bound.kind in (BoundKind.MEMORY, BoundKind.FILL)
     if memory is None or (period <= bound.value * ROUNDED and not of_memory):
         return
 

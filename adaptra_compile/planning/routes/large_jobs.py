@@ -18,11 +18,12 @@ from itertools import accumulate, product
 from typing import Final
 
 from adaptra import _C
-from adaptra.planning.routes.period_bound import PeriodBound, period_bound
+from adaptra.planning.routes.period_bound import period_bound
 from adaptra.program import Kind, Op, Program
 from adaptra.program.placement import is_straight
 from adaptra.program.program import lines_of
 from adaptra.program.routing import Route, Routing
+from adaptra.simulation.bound import Bound
 from adaptra.simulation.case import Case
 from adaptra.simulation.job import KINDS, job_of, unpacked
 
@@ -58,7 +59,7 @@ class LargePlan:
     _hosts: Mapping[int, bytes]
 
     @cached_property
-    def bound(self) -> PeriodBound:
+    def bound(self) -> Bound:
         """The lower bound of the period under the routes."""
         return period_bound(self.case, self.routing)
 
