@@ -76,17 +76,12 @@ def _simulate(options: Namespace, case: Case) -> str:
 def _explain(options: Namespace, case: Case) -> str:
     from adaptra.cli.planning import planned_for, too_large
     from adaptra.planning.explaining.explanation import explain
-    from adaptra.planning.explaining.job_explanation import explain_job
     from adaptra.planning.routes.large_jobs import is_large
-    from adaptra.planning.routes.steady_steps import timing_of
 
     if is_large(case):
         raise too_large("explain", case)
     program = planned_for(case) if options.program is None else read_program(options.program, case)
-    if case.is_one_pipeline:
-        explanation = explain(program, case.cost, case.microbatches, timing=timing_of(barrier=case.barrier))
-    else:
-        explanation = explain_job(program, case)
+    explanation = explain(program, case)
     if not options.sensitivity:
         return as_json(explanation.to_json()) if options.json else explanation.text(equations=options.equations)
     from adaptra.cli import tables

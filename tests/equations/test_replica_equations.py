@@ -58,7 +58,7 @@ def test_every_symbol_is_explained() -> None:
 
 
 def test_importing_does_not_import_sympy() -> None:
-    modules = "adaptra.equations.replicas, adaptra.planning.explaining.job_explanation"
+    modules = "adaptra.equations.replicas, adaptra.planning.explaining.explanation"
     code = f"import sys, {modules}; sys.exit('sympy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
