@@ -5,19 +5,19 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from adaptra.cli import jobs
 from adaptra.cli.doctor import examine, report
 from adaptra.cli.inputs import read_case, read_program
-from adaptra.cli.output import as_json, check_outputs, draw_timeline, figures, headline, line_width, title_of
-from adaptra.cli.planning import planned_for, run_plan
+from adaptra.cli.output import as_json, check_outputs, draw, figures, headline, line_width, simulated, title_of
 from adaptra.errors import ReportError, ScheduleError
 from adaptra.program import Program
 from adaptra.program.placement import in_turn, v_shaped
 from adaptra.program.schedules import PLACED, generate_for
-from adaptra.report import drawing, perfetto, picture, run_page, step_picture, text
+from adaptra.report import drawing, perfetto, picture, run_page, text
+from adaptra.report.job_rows import render_job
+from adaptra.report.panels import STEPS_SHOWN
 from adaptra.report.run_records import load_run, summary
 from adaptra.simulation.case import Case
-from adaptra.simulation.simulate import Simulation, lower_bound, simulate
+from adaptra.simulation.simulate import Simulation, lower_bound
 from adaptra.simulation.timeline import Timeline
 
 
@@ -29,14 +29,11 @@ def run(options: Namespace) -> str:
     """
     match options.command:
         case "plan":
-            case = read_case(options)
-            return (run_plan if case.is_one_pipeline else jobs.run_job_plan)(options, case)
-        case "simulate":
-            case = read_case(options)
-            return (_simulate if case.is_one_pipeline else jobs.run_job_simulate)(options, case)
-        case "explain":
-            case = read_case(options)
-            return (_explain if case.is_one_pipeline else jobs.run_job_explain)(options, case)
+            from adaptra.cli.planning import run_plan
+
+            return run_plan(options, read_case(options))
+        case "simulate" | "explain" as command:
+            return (_simulate if command == "simulate" else _explain)(options, read_case(options))
         case "trace" | "resilience" as command:
             return _trace(options) if command == "trace" else _resilience(options)
         case "opt" | "schedule" as command:
@@ -62,32 +59,37 @@ def _schedule(options: Namespace) -> str:
 def _simulate(options: Namespace, case: Case) -> str:
     check_outputs({options.picture: drawing.SUFFIXES, options.trace: (".json",)})
     program = read_program(options.program, case)
-    simulation = simulate(program, case.cost)
-    bound = None if program.is_forward_only else lower_bound(case)
-    draw_timeline(options, case, simulation)
+    simulation = simulated(program, case)
+    bound = lower_bound(case) if case.is_one_pipeline and not program.is_forward_only else None
+    draw(options, case, [simulation])
     if options.trace is not None:
-        perfetto.write([(title_of(case, program), simulation.timeline)], options.trace)
+        steps = () if case.is_one_pipeline else simulation.steps[:STEPS_SHOWN]
+        perfetto.write([(title_of(case, program), simulation.timeline)], options.trace, steps=steps)
     if options.json:
         return as_json(figures(case, simulation, bound))
-    grid = text.render(simulation.timeline, line_width(options))
-    return "\n".join([headline(case, simulation, bound), _table(simulation), grid])
+    width, head = line_width(options), headline(case, simulation, bound)
+    if not case.is_one_pipeline:
+        return f"{head}\n{render_job(simulation, width)}"
+    return "\n".join([head, _table(simulation), text.render(simulation.timeline, width)])
 
 
 def _explain(options: Namespace, case: Case) -> str:
+    from adaptra.cli.planning import planned_for, too_large
     from adaptra.planning.explaining.explanation import explain
-    from adaptra.planning.routes.steady_steps import timing_of
+    from adaptra.planning.routes.large_jobs import is_large
 
+    if is_large(case):
+        raise too_large("explain", case)
     program = planned_for(case) if options.program is None else read_program(options.program, case)
-    explanation = explain(program, case.cost, case.microbatches, timing=timing_of(barrier=case.barrier))
+    explanation = explain(program, case)
     if not options.sensitivity:
         return as_json(explanation.to_json()) if options.json else explanation.text(equations=options.equations)
+    from adaptra.cli import tables
     from adaptra.simulation.sensitivity import sensitivity
 
     edges = sensitivity(program, case.cost)
     if options.json:
         return as_json(explanation.to_json() | {"sensitivity": [edge.to_json() for edge in edges]})
-    from adaptra.cli import tables
-
     return explanation.text(equations=options.equations) + "\n" + tables.sensitivity(edges, line_width(options))
 
 
@@ -108,12 +110,9 @@ def _trace(options: Namespace) -> str:
         raise ReportError("trace --json: expected the folder of a run; traces (.json) are JSON themselves")
     runs = [run for file in options.files for run in perfetto.load_all(file)]
     if options.output is not None:
-        if not any(timeline.program.is_one_pipeline for _, timeline in runs):
-            if options.slow_edge:
-                raise ReportError("trace --slow-edge: expected traces of one pipeline; those of several replicas mark no edges")
-            step_picture.draw_steps(runs, options.output, title=options.title)
-        else:
-            picture.draw(runs, options.output, slow_edges=options.slow_edge or (), title=options.title)
+        if options.slow_edge and not any(timeline.program.is_one_pipeline for _, timeline in runs):
+            raise ReportError("trace --slow-edge: expected traces of one pipeline; those of several replicas mark no edges")
+        picture.draw(runs, options.output, slow_edges=options.slow_edge or (), title=options.title)
         return ""
     return "\n".join(f"{title}\n{_as_text(timeline, line_width(options))}" for title, timeline in runs)
 

@@ -18,6 +18,20 @@ from adaptra.program.torch_csv import from_csv
 from adaptra.program.verify import verify
 from adaptra.simulation.case import Case
 from adaptra.simulation.case_files import load_case, worker_of
+from adaptra.simulation.job import check_fit
+
+
+class VerifierArguments(TypedDict, total=False):
+    """What a case says about which programs its workers can execute; see :func:`adaptra.program.verify.verify`."""
+
+    hands_over: bool
+    barrier: bool
+    changing: Container[int]
+
+
+def verifier_arguments(case: Case) -> VerifierArguments:
+    """Return what a case says to the verifier."""
+    return {"hands_over": case.hands_over, "barrier": case.barrier, "changing": case.changing}
 
 
 def read_program(given: str, case: Case) -> Program:
@@ -28,10 +42,10 @@ def read_program(given: str, case: Case) -> Program:
 
     Raises:
         ScheduleError: The program can't be parsed, or no set of ranks can execute it.
-        CaseError: The program has other stages, ranks or microbatches than the case.
+        CaseError: The program has other replicas, stages, ranks or microbatches than the case.
     """
     source = source_for(given, case)
-    source.verify()
+    source.verify(verifier_arguments(case))
     return source.program
 
 
@@ -39,8 +53,11 @@ def source_for(given: str, case: Case) -> ProgramSource:
     """Read a program as :func:`read_program` does, and don't verify it."""
     generated = _generated(given, case)
     source = read_source(given) if generated is None else ProgramSource(given, None, generated)
-    source.program.require_one_pipeline(given)
-    _check_fits(given, source.program, case)
+    if case.is_one_pipeline:
+        source.program.require_one_pipeline(given)
+        _check_fits(given, source.program, case)
+    else:
+        check_fit(source.program, case)
     return source
 
 
@@ -58,36 +75,41 @@ class ProgramSource:
     text: str | None
     program: Program
 
-    def verify(self, *, hands_over: bool = True, barrier: bool = False, changing: Container[int] = ()) -> None:
+    def verify(self, arguments: VerifierArguments) -> None:
         """Prove that ranks can execute the program; see :func:`adaptra.program.verify.verify`.
 
         Raises:
             ScheduleError: A rule is broken. The text begins with file, line and column of the op.
         """
         try:
-            verify(self.program, hands_over=hands_over, barrier=barrier, changing=changing)
+            verify(self.program, **arguments)
         except InvalidProgramError as error:
             place = "" if self.text is None else "".join(f":{n}" for n in place_in(self.text, error.rank, error.number))
             raise ScheduleError(f"{self.name}{place}: {error}") from None
 
 
+_OF_ONE_PIPELINE: Final = ("sweep", "exact", "uncertain", "in_flight", "slow_edge", "sensitivity")
+"""The options that several replicas don't have."""
+
+
 def read_case(options: Namespace) -> Case:
-    """Return the case that the file and the options describe: of one pipeline, or of several replicas.
+    """Return the case that the file and the options describe. With lost or slow workers one pipeline is a job of one replica.
 
     Raises:
-        CaseError: The file or an option is invalid, or an option belongs to several replicas and there is only one pipeline.
+        CaseError: The file or an option is invalid, or an option belongs to one pipeline and this is a job of workers of their
+            own.
     """
-    case, path, replicas = load_case(options.case), options.case, getattr(options, "replicas", None)
+    case, replicas = load_case(options.case), getattr(options, "replicas", None)
     changes = {name: getattr(options, name, None) for name in ("lost", "slow", "optimizer", "reduce")}
-    if not case.is_one_pipeline and replicas is not None:
-        raise CaseError(f"--replicas {replicas}: {path} says how many: P={case.replicas}")
-    if case.is_one_pipeline and replicas is None:
-        given = [f"--{name}" for name, value in changes.items() if value is not None]
-        if given:
-            raise CaseError(f"{given[0]}: {path} is a case of one pipeline: expected --replicas N too")
-    if replicas is not None:
-        case = case.of_replicas(replicas)
-    return _changed(replace(case, barrier=True) if getattr(options, "barrier", None) else case, changes)
+    if replicas and not case.is_one_pipeline:
+        raise CaseError(f"--replicas {replicas}: {options.case} says how many: P={case.replicas}")
+    if case.is_one_pipeline and (replicas or any(value is not None for value in changes.values())):
+        case = case.of_replicas(replicas or 1)
+    case = _changed(replace(case, barrier=True) if getattr(options, "barrier", None) else case, changes)
+    for name in _OF_ONE_PIPELINE:
+        if getattr(options, name, None):
+            case.require_one_pipeline(f"--{name.replace('_', '-')}")
+    return case
 
 
 def _changed(case: Case, changes: Mapping[str, Any]) -> Case:
@@ -185,9 +207,13 @@ _MOST_SWEEP_STEPS: Final = 1000
 
 
 def _generated(name: str, case: Case) -> Program | None:
+    if name not in (*GENERATORS, *PLACED):
+        return None
+    if not case.is_one_pipeline:
+        raise ScheduleError(f"{name}: a schedule of one pipeline: expected the file of a program for {case.name}")
     if name in GENERATORS:
         return generate(name, len(case.placement), case.microbatches)
-    return generate_for(name, case.placement, case.microbatches) if name in PLACED else None
+    return generate_for(name, case.placement, case.microbatches)
 
 
 def _check_fits(given: str, program: Program, case: Case) -> None:
@@ -203,11 +229,6 @@ def _check_fits(given: str, program: Program, case: Case) -> None:
     ):
         if has != expected:
             raise CaseError(f"{given} has {what} {has}, the case {case.name} has {expected}: expected them to be equal")
-
-
-def read_file(given: str) -> Program:
-    """Return the program of :func:`read_source`."""
-    return read_source(given).program
 
 
 def read_source(given: str) -> ProgramSource:

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Container
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
-from adaptra.cli.inputs import ProgramSource, read_case, read_source, source_for
+from adaptra.cli.inputs import ProgramSource, VerifierArguments, read_case, read_source, source_for, verifier_arguments
 from adaptra.cli.output import as_json
 from adaptra.errors import PassError, ScheduleError
 from adaptra.passes import InsertComm, InsertCrossing, PassPipeline, parse_pipeline
 from adaptra.program import Program
 from adaptra.program.schedules import GENERATORS, PLACED
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.job import check_fit
-
-
-class _VerifierArguments(TypedDict, total=False):
-    """What :func:`adaptra.program.verify.verify` gets to know of several replicas."""
-
-    hands_over: bool
-    barrier: bool
-    changing: Container[int]
 
 
 class _Input(NamedTuple):
@@ -32,7 +22,7 @@ class _Input(NamedTuple):
 
     source: ProgramSource
     cost: CostModel | None
-    facts: _VerifierArguments
+    facts: VerifierArguments
     fold: str = "handover"
     buffers: tuple[int, ...] = ()
 
@@ -45,7 +35,7 @@ def run_opt(options: Namespace) -> str:
     """
     pipeline = _pipeline(options)
     source, cost, facts, fold, buffers = _read(options)
-    source.verify(**facts)
+    source.verify(facts)
     if pipeline is None:
         return as_json(_size(source.program)) if options.json else _verified(source)
     _check_case(pipeline, source.program, cost, fold, buffers)
@@ -72,12 +62,8 @@ def _read(options: Namespace) -> _Input:
             raise ScheduleError(f"{options.program}: a schedule of the case's size: expected --case CASE, or a file")
         return _Input(read_source(options.program), None, {})
     case = read_case(options)
-    if case.is_one_pipeline:
-        return _Input(source_for(options.program, case), case.cost, {})
-    source = read_source(options.program)
-    check_fit(source.program, case)
-    facts: _VerifierArguments = {"hands_over": case.hands_over, "barrier": case.barrier, "changing": case.changing}
-    return _Input(source, case.cost, facts, case.fold, tuple(sorted(case.changing)))
+    source = source_for(options.program, case)
+    return _Input(source, case.cost, verifier_arguments(case), case.fold, tuple(sorted(case.changing)))
 
 
 def _check_case(pipeline: PassPipeline, program: Program, cost: CostModel | None, fold: str, buffers: tuple[int, ...]) -> None:

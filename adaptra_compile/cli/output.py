@@ -6,16 +6,17 @@ import json
 import math
 import os
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any, Final
 
 from adaptra.program import Program
 from adaptra.report import picture, text
 from adaptra.report.files import check_suffix
+from adaptra.simulation.bound import Bound
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
-from adaptra.simulation.simulate import Bound, Simulation
+from adaptra.simulation.simulate import Simulation, simulate
 
 _SLOW_FACTOR: Final = 2.0
 _WIDTH_WITHOUT_TERMINAL: Final = 120
@@ -28,11 +29,17 @@ def check_outputs(outputs: Mapping[str | None, tuple[str, ...]]) -> None:
             check_suffix(path, suffixes)
 
 
-def draw_timeline(options: Namespace, case: Case, simulation: Simulation) -> None:
+def simulated(program: Program, case: Case) -> Simulation:
+    """Simulate a program. That of one pipeline has its updates in the costs of its last ops."""
+    return simulate(program, case.cost if case.is_one_pipeline else case)
+
+
+def draw(options: Namespace, case: Case, simulations: Sequence[Simulation]) -> None:
     """Draw the picture requested by ``--picture``, if any."""
     if options.picture is not None:
-        slow = options.slow_edge or edges_to_mark(case.cost)
-        picture.draw([(title_of(case, simulation.program), simulation.timeline)], options.picture, slow_edges=slow)
+        is_compared = len(simulations) > 1 and not case.is_one_pipeline
+        shown = [(one.program.name if is_compared else title_of(case, one.program), one) for one in simulations]
+        picture.draw(shown, options.picture, slow_edges=options.slow_edge or edges_to_mark(case.cost))
 
 
 def edges_to_mark(cost: CostModel) -> list[tuple[int, int]]:
@@ -50,11 +57,15 @@ def title_of(case: Case, program: Program) -> str:
     return f"{program.name} on {case.name}"
 
 
-def figures(case: Case, simulation: Simulation, bound: Bound | None, period_bound: float | None = None) -> dict[str, Any]:
-    """Return the JSON object of ``simulate``; ``plan`` knows the bound of the period too."""
+def figures(
+    case: Case, simulation: Simulation, bound: Bound | None = None, period_bound: float | None = None
+) -> dict[str, Any]:
+    """Return the JSON object of ``simulate``; ``plan`` knows the bound of the period too. A job has no bound in it."""
+    named = {"name": simulation.program.name, "case": case.name}
+    if not case.is_one_pipeline:
+        return {**named, **simulation.to_json()}
     return {
-        "name": simulation.program.name,
-        "case": case.name,
+        **named,
         "bound": None if bound is None else bound.value,
         "bound_kind": None if bound is None else bound.kind.value,
         "bound_where": None if bound is None else bound.where,
@@ -68,11 +79,19 @@ def _gap(time: float, bound: float | None) -> float | None:
     return None if bound is None or not (math.isfinite(bound) and bound > 0) else time / bound - 1
 
 
-def headline(case: Case, simulation: Simulation, bound: Bound | None, period_bound: float | None = None) -> str:
-    """Return five lines: program and case, makespan, bound, bubble, and the period of steps in a row."""
+def headline(case: Case, simulation: Simulation, bound: Bound | None = None, period_bound: float | None = None) -> str:
+    """Return lines for people: program and case, the times of one step and of steps in a row, and bubble or memory."""
+    program, period = simulation.program, simulation.period
+    if not case.is_one_pipeline:
+        over = ", ".join(map(str, simulation.over_memory))
+        return (
+            f"{program.name} on {size_of(case)}\n"
+            f"period   {period:.10g}\n"
+            f"makespan {simulation.makespan:.10g} of the first step\n"
+            f"memory   at most {max(simulation.held)} microbatches{f': too many on worker {over}' if over else ''}\n"
+        )
     gap = _gap(simulation.makespan, bound and bound.value)
     above = "" if gap is None else f", {text.percent(max(gap, 0.0))} above the bound"
-    program, period = simulation.program, simulation.period
     of_period = _gap(period, period_bound)
     above_its = "" if of_period is None else f", {text.percent(max(of_period, 0.0))} above its bound"
     idle = 1 - sum(simulation.busy) / (program.ranks * period) if period > 0 else 0.0
@@ -82,6 +101,14 @@ def headline(case: Case, simulation: Simulation, bound: Bound | None, period_bou
         f"bound    {'none for programs without gradients' if bound is None else bound}\n"
         f"bubble   {text.percent(simulation.bubble_ratio)}\n"
         f"period   {period:.10g}{above_its}, {text.percent(max(idle, 0.0))} idle\n"
+    )
+
+
+def size_of(case: Case) -> str:
+    """Return the name of a case of several replicas and its size."""
+    return (
+        f"{case.name}: {case.replicas} replicas of {case.stages} stages, {case.workers - len(case.lost)} of {case.workers} "
+        f"workers, {case.microbatches} microbatches each"
     )
 
 

@@ -106,14 +106,14 @@ def run_resilience(options: Namespace) -> str:
 
 def _case(options: Namespace) -> Case:
     if options.gpus is not None:
-        if options.replicas is not None:
+        if options.replicas:
             raise CaseError(f"--gpus {options.gpus} with --replicas {options.replicas}: expected one of them")
         stages = load_case(options.case).cost.stages
         options.replicas = options.gpus // stages
         if not options.replicas:
             raise CaseError(f"--gpus {options.gpus}: {options.case} has {stages} stages: expected at least as many workers")
     case = read_case(options)
-    if case.is_one_pipeline and options.replicas is None:
+    if case.is_one_pipeline and not options.replicas:
         raise CaseError(f"{options.case}: a case of one pipeline: expected --replicas N or --gpus N too")
     return case
 

@@ -6,40 +6,21 @@ Steps in a row overlap: a rank begins its next step as soon as it has ended the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, Protocol
 
 from adaptra import _C
 from adaptra.passes.adapt_order import search
 from adaptra.planning.planner import plan
 from adaptra.program import Op, Program
+from adaptra.simulation.bound import Bound
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.job import pipeline_of
-from adaptra.simulation.simulate import Bound, BoundKind, lower_bound, simulate
+from adaptra.simulation.simulate import lower_bound, simulate
 
 InFlight = int | Sequence[int] | None
 """The most microbatches in flight, as for :func:`adaptra.planning.planner.plan`."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepBound:
-    """A time that no program of a case is below. :func:`str` gives it as text, with the rank, stage or edge that binds.
-
-    Attributes:
-        value: The time, in the cost model's unit.
-        text: The same with what binds.
-        cause: What binds, for people.
-    """
-
-    value: float
-    text: str
-    cause: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 class StepTiming(Protocol):
@@ -58,7 +39,7 @@ class StepTiming(Protocol):
         """Return a time that no program of a case is below; infinite if not one microbatch fits the memory."""
         ...
 
-    def binds(self, case: Case) -> StepBound:
+    def binds(self, case: Case) -> Bound:
         """Return the same with its cause."""
         ...
 
@@ -113,11 +94,9 @@ class Makespan:
         """Return a makespan that no program of a case is below."""
         return lower_bound(case).value
 
-    def binds(self, case: Case) -> StepBound:
+    def binds(self, case: Case) -> Bound:
         """Return the same with its cause."""
-        bound = lower_bound(case)
-        cause = f"the memory of {bound.where}" if math.isinf(bound.value) else cause_of(bound)
-        return StepBound(bound.value, str(bound), cause)
+        return lower_bound(case)
 
     def plan(
         self,
@@ -155,16 +134,3 @@ class Makespan:
 
 MAKESPAN: Final = Makespan()
 """The makespan, for steps behind a barrier."""
-
-
-def cause_of(bound: Bound) -> str:
-    """Return a description of the cause of a bound, for people."""
-    match bound.kind:
-        case BoundKind.LOAD | BoundKind.ONE_MACHINE:
-            return f"the load of {bound.where}"
-        case BoundKind.DRAIN | BoundKind.CHAIN:
-            return f"the critical path through {bound.where}"
-        case BoundKind.MEMORY | BoundKind.IDLE:
-            return f"the memory of {bound.where} and the way to the last stage and back"
-        case BoundKind.LINK_FORWARD | BoundKind.LINK_BACKWARD:
-            return f"the bandwidth of {bound.where}"

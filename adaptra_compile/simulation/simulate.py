@@ -12,7 +12,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from functools import cached_property
 from typing import Any, Final
 
@@ -21,6 +20,7 @@ from adaptra.errors import CaseError, ScheduleError
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import INPUT_GRADIENT, WEIGHT_GRADIENT
 from adaptra.program.verify import verify
+from adaptra.simulation.bound import Bound, BoundKind
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import MEMORY_TOLERANCE, CostModel
 from adaptra.simulation.critical_path import Interval, critical_path
@@ -281,44 +281,8 @@ def _most(order: Iterable[Op], ends: Collection[Kind]) -> int:
     return most
 
 
-class BoundKind(Enum):
-    """The reason why no order of ops is shorter. The formulas are in ``csrc/schedule/bounds/bounds.cc``."""
-
-    LOAD = "load"
-    """A rank runs all its ops one after the other."""
-    DRAIN = "drain"
-    """After a stage's forwards and input gradients, its last gradient travels to stage 0, and a W ends last."""
-    CHAIN = "chain"
-    """A first microbatch goes to the last stage and back, then a stage runs the rest of its input gradients."""
-    MEMORY = "memory"
-    """A stage with room for A microbatches needs one round trip for every A of them."""
-    LINK_FORWARD = "link forward"
-    """All forward messages of an edge occupy it one after the other, and with them all others that share its link."""
-    LINK_BACKWARD = "link backward"
-    """The same of its backward messages; half duplex edges are shared by both directions."""
-    IDLE = "idle"
-    """A stage's load, plus its idle time before the first input gradients and after the last forwards for lack of memory."""
-    ONE_MACHINE = "one machine"
-    """The best preemptive schedule of one rank's ops, each with the least time that must pass before and after it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A lower bound of the makespan, and its cause: a rank (load, one machine), an edge (links) or a stage.
-
-    It is a sum of rounded numbers, so compare with a relative tolerance of 1e-9.
-    """
-
-    value: float
-    kind: BoundKind
-    where: str
-
-    def __str__(self) -> str:
-        return f"{self.value:g} ({self.kind.value}, {self.where})"
-
-
 def lower_bound(case: Case) -> Bound:
-    """Return the greatest of the bounds of :class:`BoundKind`, the simplest one if several are equal.
+    """Return the greatest of the bounds of a makespan, the simplest one if several are equal.
 
     It is valid for every order, every placement and every mode of communication, with I and W or with B. It is infinite if a
     single microbatch exceeds a memory limit, so that no plan exists.
@@ -332,10 +296,10 @@ def lower_bound(case: Case) -> Bound:
     match kind:
         case BoundKind.LOAD | BoundKind.ONE_MACHINE:
             place = f"rank {where}"
-        case BoundKind.DRAIN | BoundKind.CHAIN | BoundKind.MEMORY | BoundKind.IDLE:
-            place = f"stage {where}"
         case BoundKind.LINK_FORWARD:
             place = f"edge {where}→{where + 1}"
         case BoundKind.LINK_BACKWARD:
             place = f"edge {where + 1}→{where}"
+        case _:
+            place = f"stage {where}"
     return Bound(value, kind, place)

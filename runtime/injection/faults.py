@@ -213,11 +213,9 @@ class Fault:
                     )
 
     def __str__(self) -> str:
-        if self.peer is None:
-            where = f"{self.stage}" if self.replica is None else f"{self.replica}.{self.stage}"
-        else:
-            replica = "" if self.replica is None else f"@replica{self.replica}"
-            where = f"{self.stage}{'-' if self.both_ways else '>'}{self.peer}{replica}"
+        before, behind = ("", "") if self.replica is None else (f"{self.replica}.", f"@replica{self.replica}")
+        edge = "" if self.peer is None else f"{'-' if self.both_ways else '>'}{self.peer}{behind}"
+        where = f"{self.stage}{edge}" if edge else f"{before}{self.stage}"
         match self.effect:
             case Effect.DELAY:
                 what, amount = "delay", _seconds(self.amount)

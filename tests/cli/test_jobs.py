@@ -81,6 +81,16 @@ def test_a_slow_worker_is_explained_by_what_it_keeps(folder: Path, capsys: pytes
     assert "    worker 6 of stage 2: 6*3/(2*(-0.5 + 3)) = 3.6\n" in shown
 
 
+def test_one_pipeline_with_a_slow_worker_is_a_job_of_one_replica(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--slow", "0.2=2", "--optimizer", "3")
+    shown = printed(capsys, "plan", "pipeline.json", *options, "-o", "plan.sched")
+    assert shown == printed(capsys, "plan", "pipeline.json", "--replicas", "1", *options, "-o", "plan.sched")
+    assert "healthy  22: this plan takes " in shown, "the other workers end with the optimizer too"
+    assert "workers" not in Path("plan.sched").read_text(), "all is at home"
+    found = printed(capsys, "simulate", "plan.sched", "pipeline.json", *options)
+    assert next(line for line in found.splitlines() if line.startswith("0.2 ")).startswith("0.2 2× slow ")
+
+
 @pytest.mark.parametrize("fold", ["handover", "contributions"])
 def test_a_lowered_plan_has_the_same_orders_and_times(folder: Path, capsys: pytest.CaptureFixture[str], fold: str) -> None:
     Path("job.json").write_text(json.dumps({**JOB, "fold": fold}))
@@ -181,10 +191,7 @@ def test_a_job_that_takes_no_time_is_planned(folder: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ("plan", "pipeline.json", "--lost", "1.2"),
-            "--lost: pipeline.json is a case of one pipeline: expected --replicas N too",
-        ),
+        (("plan", "pipeline.json", "--lost", "1.2"), "lost: worker 6 does not exist: expected 0..3"),
         (("plan", "job.json", "--replicas", "2"), "--replicas 2: job.json says how many: P=3"),
         (("plan", "pipeline.json", "--replicas", "2", "--lost", "5.0"), "lost: worker 20 does not exist: expected 0..7"),
         (
@@ -199,20 +206,26 @@ def test_a_job_that_takes_no_time_is_planned(folder: Path, capsys: pytest.Captur
             ("plan", "job.json", "--compare", "1f1b"),
             "schedule '1f1b': expected some of healthy, kept, blocks, turns, adapted",
         ),
-        (("plan", "job.json", "--slow-edge", "1-2"), "--slow-edge: job has several replicas: expected a case of one pipeline"),
+        (
+            ("plan", "job.json", "--slow-edge", "1-2"),
+            "--slow-edge: job has 3 replicas or workers of their own: ",
+        ),
         (("plan", "job.json", "--picture", "plan.pdf"), "plan.pdf: suffix '.pdf': expected .svg or .png"),
         (
             ("simulate", "x.sched", "job.json", "--slow-edge", "1-2"),
-            "--slow-edge: job has several replicas: expected a case of one pipeline",
+            "--slow-edge: job has 3 replicas or workers of their own: ",
         ),
-        (("plan", "job.json", "--in-flight", "3"), "--in-flight: job has several replicas: expected a case of one pipeline"),
+        (
+            ("plan", "job.json", "--in-flight", "3"),
+            "--in-flight: job has 3 replicas or workers of their own: ",
+        ),
         (("plan", "job.json", "-o", "plan.csv"), "plan.csv: suffix '.csv': expected .sched"),
         (("explain", "job.json", "1f1b"), "1f1b: a schedule of one pipeline: expected the file of a program for job"),
-        (("explain", "job.json", "--sensitivity"), "--sensitivity: job has several replicas: expected a case of one pipeline"),
         (
-            ("explain", "pipeline.json", "--slow", "1.2=2"),
-            "--slow: pipeline.json is a case of one pipeline: expected --replicas N too",
+            ("explain", "job.json", "--sensitivity"),
+            "--sensitivity: job has 3 replicas or workers of their own: ",
         ),
+        (("explain", "pipeline.json", "--slow", "1.2=2"), "slow: worker 6 does not exist: expected 0..3"),
         (("simulate", "1f1b", "job.json"), "1f1b: a schedule of one pipeline: expected the file of a program for job"),
         (("simulate", "none.sched", "job.json"), "none.sched: no such file"),
     ],

@@ -15,7 +15,7 @@ from adaptra.planning.routes.job_planner import plan_job
 from adaptra.program import Kind, Program
 from adaptra.program.routing import Routing
 from adaptra.report import perfetto
-from adaptra.report.job_picture import colour_of
+from adaptra.report.panels import colour_of
 from adaptra.report.run_records import load_run
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel

@@ -20,8 +20,9 @@ from adaptra.equations.equation import Equation, legend
 from adaptra.equations.replicas import REPLICA_SYMBOLS, replica_equations
 from adaptra.planning.explaining.job_numbers import JobNumbers
 from adaptra.planning.responses.normalize import normalized, stage_work
-from adaptra.planning.routes.period_bound import PeriodBoundKind, period_bound
+from adaptra.planning.routes.period_bound import period_bound
 from adaptra.planning.routes.route import counts, share_evenly
+from adaptra.simulation.bound import BoundKind
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import simulate
@@ -57,7 +58,7 @@ def test_every_symbol_is_explained() -> None:
 
 
 def test_importing_does_not_import_sympy() -> None:
-    modules = "adaptra.equations.replicas, adaptra.planning.explaining.job_explanation"
+    modules = "adaptra.equations.replicas, adaptra.planning.explaining.explanation"
     code = f"import sys, {modules}; sys.exit('sympy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -230,7 +231,7 @@ def test_the_work_of_a_stage_is_the_planners_work_bound(
     bound = period_bound(replace(case, cost=replace(case.cost, input_grad=(0.0,) * stages, forward=(0.0,) * stages)), routing)
     assert bound.value == max(MODEL.work.evaluate(count, microbatches, replicas, 0, 0, 1, 0, 3) for count in lost)
     assert period_bound(case, routing).value >= expected
-    if period_bound(case, routing).kind is PeriodBoundKind.WORK:
+    if period_bound(case, routing).kind is BoundKind.WORK:
         assert period_bound(case, routing).value == expected
 
 
@@ -245,7 +246,7 @@ def test_no_equation_exceeds_the_planners_bound(seed: int, links: bool, limited:
     lines = [*numbers.of_stages(), *numbers.of_workers(), *numbers.of_messages(), *numbers.of_recut()]
     bound = period_bound(simulation.case, routing)
     assert max(line.result for line in lines if line.equation.source == "lower bound") <= bound.value * (1 + 1e-9)
-    of_kind = {PeriodBoundKind.WORK: MODEL.worker_work, PeriodBoundKind.MEMORY: MODEL.memory}
+    of_kind = {BoundKind.WORK: MODEL.worker_work, BoundKind.MEMORY: MODEL.memory}
     if equation := of_kind.get(bound.kind):
         assert max(line.result for line in lines if line.equation == equation) == pytest.approx(bound.value)
     assert all(line.result for line in lines if line.equation == MODEL.held)

@@ -21,7 +21,8 @@ from adaptra.program import Kind, Program, parse_op
 from adaptra.report import perfetto
 from adaptra.report.files import write_whole
 from adaptra.report.live import LiveTable
-from adaptra.report.picture import COLOURS, MESSAGE, draw
+from adaptra.report.panels import COLOURS, MESSAGE
+from adaptra.report.picture import draw
 from adaptra.report.stage_table import MeasuredStep
 from adaptra.report.text import bubble_ratio, render
 from adaptra.simulation.timeline import MessageInterval, OpInterval, ReduceInterval, Source, Timeline

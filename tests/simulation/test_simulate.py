@@ -18,11 +18,12 @@ from adaptra import _C
 from adaptra.errors import CaseError, ScheduleError
 from adaptra.program import Kind, Op, Program
 from adaptra.program.schedules import generate
+from adaptra.simulation.bound import BoundKind
 from adaptra.simulation.case import Case
 from adaptra.simulation.case_files import load_case
 from adaptra.simulation.cost import Blocking, CostModel
 from adaptra.simulation.job import pipeline_of
-from adaptra.simulation.simulate import BoundKind, Simulation, lower_bound, simulate
+from adaptra.simulation.simulate import Simulation, lower_bound, simulate
 from adaptra.simulation.timeline import MessageInterval, OpInterval
 from adaptra.sizes import MemoryLimit
 

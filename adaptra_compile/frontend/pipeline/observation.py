@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from adaptra.errors import PipelineError
@@ -10,9 +11,7 @@ from adaptra.frontend.planned.activation_memory import predicted_peaks
 from adaptra.frontend.planned.given_routes import changed_buffers
 from adaptra.frontend.shapes.shapes import PipelineShape
 from adaptra.planning.explaining.explanation import explain
-from adaptra.planning.explaining.job_explanation import explain_job
-from adaptra.planning.routes.steady_steps import timing_of
-from adaptra.report import drawing, perfetto, picture, step_picture
+from adaptra.report import drawing, perfetto, picture
 from adaptra.report.files import check_suffix
 from adaptra.report.stage_table import PADDED, MeasuredStep, measured_lines, stage_table
 from adaptra.runtime.control.plans.events import ControlEvent
@@ -104,19 +103,11 @@ class ObservationMethods(HeldSession):
         plan, bandwidth, cost = self.plan, self._require().bandwidth, self._known_cost
         what = "for which it was made" if cost == plan.case.cost else "measured last, which differ from those it was made for"
         which = f"plan {plan.version}, in the times {what}\n"
+        case = replace(plan.case, cost=cost)
         if not plan.program.is_one_pipeline:
-            changing = changed_buffers(self._require().compiled)
-            job = explain_job(plan.program, alike_case(plan.program, cost, changing=changing))
-            return which + job.text(equations=equations)
+            case = alike_case(plan.program, cost, changing=changed_buffers(self._require().compiled))
         explanation = explain(
-            plan.program,
-            cost,
-            plan.case.microbatches,
-            bandwidth=bandwidth,
-            spread=plan.delegated,
-            rounded=plan.rounded,
-            unit="seconds",
-            timing=timing_of(barrier=plan.case.barrier),
+            plan.program, case, bandwidth=bandwidth, spread=plan.delegated, rounded=plan.rounded, unit="seconds"
         )
         difference = self._require().compiled.difference
         return which + ("" if difference is None else f"{difference}\n") + explanation.text(equations=equations)
@@ -199,7 +190,5 @@ class ObservationMethods(HeldSession):
         named = [(f"step under plan {self.plan.version}{f'; {PADDED}' if self.session.has_padded_ops else ''}", timeline)]
         if suffix == ".json":
             perfetto.write(named, path, slow)
-        elif timeline.program.is_one_pipeline:
-            picture.draw(named, path, slow_edges=slow)
         else:
-            step_picture.draw_steps(named, path)
+            picture.draw(named, path, slow_edges=slow)

@@ -14,12 +14,12 @@ from adaptra.errors import PlanError
 from adaptra.passes.adapt_order import ADAPTED
 from adaptra.planning.published import PAPER, paper_rule
 from adaptra.planning.routes.job_planner import plan_job
-from adaptra.planning.routes.period_bound import PeriodBound, period_bound
+from adaptra.planning.routes.period_bound import period_bound
 from adaptra.planning.routes.route import share_evenly
 from adaptra.planning.routes.steady_steps import timing_of
-from adaptra.planning.timing import StepBound
 from adaptra.program import Program
 from adaptra.program.schedules import GENERATORS, PLACED, generate_for
+from adaptra.simulation.bound import Bound
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import Simulation, simulate
@@ -56,7 +56,7 @@ class Comparison:
     """
 
     case: Case
-    bound: StepBound | PeriodBound
+    bound: Bound
     runs: tuple[Simulation, ...]
 
     @property

@@ -1,364 +1,228 @@
-"""Explanation of a plan: its period and makespan, what limits it, and the bubble equations with its numbers filled in."""
+"""Explanation of a plan: its times, what limits them and what would help, and its equations with its numbers filled in."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Final
 
-from adaptra.equations.bubble import SYMBOLS, equations
+from adaptra.equations.bubble import SYMBOLS
 from adaptra.equations.equation import Equation, legend
-from adaptra.equations.warm_up import WarmUp, edge_times, warm_up
+from adaptra.equations.replicas import REPLICA_SYMBOLS, replica_equations
+from adaptra.equations.warm_up import warm_up
 from adaptra.errors import PlanError
+from adaptra.planning.explaining.job_numbers import JobNumbers
+from adaptra.planning.explaining.job_remarks import remarks_of
+from adaptra.planning.explaining.lines import Line, texts_of
 from adaptra.planning.explaining.memory_table import MemoryPoint, time_by_memory
-from adaptra.planning.limitation import Limitation, what_limits
-from adaptra.planning.remedies.bandwidth_remedies import BandwidthOptions, Edge, Remedies, find_remedies
-from adaptra.planning.routes.steady_steps import PERIOD
-from adaptra.planning.timing import MAKESPAN, StepBound, StepTiming
-from adaptra.program import Kind, Program
+from adaptra.planning.explaining.pipeline_numbers import bound_lines, edge_lines, limits_of, warm_up_of
+from adaptra.planning.limitation import what_limits
+from adaptra.planning.remedies.bandwidth_remedies import BandwidthOptions, Edge, find_remedies
+from adaptra.planning.routes.job_planner import plan_job
+from adaptra.planning.routes.period_bound import period_bound
+from adaptra.planning.routes.steady_steps import PERIOD, timing_of
+from adaptra.program import Program
+from adaptra.simulation.bound import Bound
 from adaptra.simulation.case import Case
-from adaptra.simulation.cost import MEMORY_TOLERANCE, CostModel
-from adaptra.simulation.simulate import Bound, lower_bound, simulate
+from adaptra.simulation.cost import CostModel
+from adaptra.simulation.job import alike_case, check_fit
+from adaptra.simulation.simulate import Simulation, lower_bound, simulate
 
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One equation at one stage or edge.
-
-    Attributes:
-        equation: The equation.
-        where: The stage or edge.
-        values: Its text with numbers instead of symbols.
-        result: Its value, or for a relation whether it is satisfied.
-    """
-
-    equation: Equation
-    where: str
-    values: str
-    result: float | bool
-
-    @staticmethod
-    def of(equation: Equation, where: str, *values: float) -> Line:
-        """Return the line of an equation with values instead of its arguments."""
-        result = equation.evaluate(*values)
-        return Line(equation, where, equation.with_values(*values), bool(result) if equation.is_relation else float(result))
-
-    def __str__(self) -> str:
-        if isinstance(self.result, bool):
-            return f"{self.where}: {self.values}  {'holds' if self.result else 'DOES NOT HOLD'}"
-        return f"{self.where}: {self.values} = {self.result:g}"
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the line as JSON values."""
-        return {
-            "title": self.equation.title,
-            "source": self.equation.source,
-            "equation": self.equation.text,
-            "where": self.where,
-            "values": self.values,
-            "result": self.result,
-        }
-
-
-def texts_of(lines: Iterable[Line]) -> Iterator[str]:
-    """Yield the lines as text, under a heading for each equation."""
-    for equation, group in groupby(lines, key=lambda line: line.equation):
-        yield f"\n{equation.title} ({equation.source}):\n  {equation.text}"
-        yield from (f"    {line}" for line in group)
+_MOST_NAMES: Final = 4
+"""The most names before one line of text."""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A plan with its equations.
+    """A plan with its equations. :func:`str` gives all as text.
 
     Attributes:
-        name: The program's name.
-        microbatches: N.
-        x: Per stage, the forwards before its first backward in this program.
-        asked: The warm-up forwards that the equations require.
-        makespan: The simulated makespan.
-        bound: The makespan bound and its cause.
-        period: The period of steps in a row.
-        period_bound: The period bound and its cause.
-        busy: The time for which the busiest rank computes in a step; the rest of either time it idles.
-        counts: The name of the time that counts: the period, or behind a barrier the makespan.
-        by_memory: What less and more memory would bring, the least first; see
-            :func:`adaptra.planning.explaining.memory_table.time_by_memory`.
-        lines: Every equation at every stage or edge where it applies, sorted by equation.
-        limitation: The limit of the time that counts, and the changes that would help.
-        remedies: The remedies for edges whose bandwidth limits the plan, or None if there is no such edge.
-        unit: Unit of all times, such as ``seconds``; empty for the case's own.
+        simulation: The plan, its costs and its times.
+        figures: Its figures as JSON values.
+        summary: The plan, what limits it and what would help, as lines of text.
+        lines: Every equation at every stage, edge, worker or link where it applies, sorted by equation.
+        notation: What indices stand for.
     """
 
-    name: str
-    microbatches: int
-    x: tuple[int, ...]
-    asked: WarmUp
-    makespan: float
-    bound: Bound
-    period: float
-    period_bound: StepBound
-    busy: float
-    counts: str
-    by_memory: tuple[MemoryPoint, ...]
+    simulation: Simulation
+    figures: Mapping[str, Any]
+    summary: tuple[str, ...]
     lines: tuple[Line, ...]
-    limitation: Limitation
-    remedies: Remedies | None
-    unit: str = ""
-
-    @property
-    def slack(self) -> tuple[int, ...]:
-        """The plan's slackness x_i - x_{i+1} of each edge."""
-        return tuple(x - following for x, following in zip(self.x, self.x[1:], strict=False))
-
-    @property
-    def gap(self) -> float:
-        """Excess of the makespan over the bound, as a fraction of the bound. Zero for a step that takes no time."""
-        return self.makespan / self.bound.value - 1.0 if self.bound.value > 0 else 0.0
-
-    @property
-    def period_gap(self) -> float:
-        """Excess of the period over its bound, as a fraction of the bound. Zero for a step that takes no time."""
-        return self.period / self.period_bound.value - 1.0 if self.period_bound.value > 0 else 0.0
+    notation: str
 
     def to_json(self) -> dict[str, Any]:
         """Return the explanation as JSON values."""
-        return {
-            "program": self.name,
-            "microbatches": self.microbatches,
-            "stages": len(self.x),
-            "x": list(self.x),
-            "slack": list(self.slack),
-            "asked_x": list(self.asked.x),
-            "asked_slack": list(self.asked.slack),
-            "makespan": self.makespan,
-            "bound": self.bound.value,
-            "binds": f"{self.bound.kind.value}, {self.bound.where}",
-            "gap": self.gap,
-            "period": self.period,
-            "period_bound": self.period_bound.value,
-            "period_binds": self.period_bound.cause,
-            "period_gap": self.period_gap,
-            "busy": self.busy,
-            "counts": self.counts,
-            "by_memory": [point.to_json() for point in self.by_memory],
-            "limitation": self.limitation.to_json(),
-            "remedies": None if self.remedies is None else self.remedies.to_json(),
-            "unit": self.unit,
-            "symbols": legend((line.equation for line in self.lines), SYMBOLS),
-            "equations": [line.to_json() for line in self.lines],
-        }
+        return {**self.figures, "symbols": self._symbols, "equations": [line.to_json() for line in self.lines]}
 
     def __str__(self) -> str:
         return self.text(equations=True)
 
     def text(self, *, equations: bool) -> str:
         """Return the plan, what limits it and what would help, and on request the equations with their numbers."""
-        return "\n".join((*self._summary(), *(self._equations() if equations else ()))) + "\n"
+        return "\n".join((*self.summary, *(self._equations() if equations else ()))) + "\n"
 
     @property
-    def _unit(self) -> str:
-        return f"in {self.unit}" if self.unit else "in the unit of the case"
-
-    def _summary(self) -> Iterator[str]:
-        gap = f"gap {100 * self.gap:.1f} %"
-        yield f"{self.name}: makespan {self.makespan:g}, no plan beats {self.bound}, {gap}; all times {self._unit}"
-        gap = f"gap {100 * max(self.period_gap, 0.0):.1f} %"
-        yield f"steps in a row: period {self.period:g}, no plan beats {self.period_bound}, {gap}"
-        of_period, of_makespan = (
-            0.0 if time - self.busy < 1e-9 * self.busy else time - self.busy for time in (self.period, self.makespan)
-        )
-        idle = f"{of_period:g} of the period, {of_makespan:g} of the makespan"
-        yield f"the busiest rank computes for {self.busy:g}: it idles for {idle}"
-        yield str(self.limitation)
-        if self.remedies is not None:
-            yield str(self.remedies)
-        if len(self.by_memory) > 1:
-            over = "; + is more than the limit" if any(point.is_over for point in self.by_memory) else ""
-            yield f"{self.counts} for the most memory that a rank holds; * is this plan{over}:"
-            marked = [f"{point.held:.4g}{'*' * point.is_own}{'+' * point.is_over}" for point in self.by_memory]
-            columns = [(held, f"{point.time:.4g}") for held, point in zip(marked, self.by_memory, strict=True)]
-            widths = [max(map(len, column)) for column in columns]
-            for name, row in zip(("memory", self.counts), zip(*columns, strict=True), strict=True):
-                yield f"  {name:<9}" + "".join(f" {text:>{width}}" for text, width in zip(row, widths, strict=True))
-        yield f"N = {self.microbatches}, S = {len(self.x)}; warm-up forwards per stage, x_i:"
-        yield f"  this plan           {' '.join(map(str, self.x))}"
-        yield f"  the equations alone {' '.join(map(str, self.asked.x))}"
+    def _symbols(self) -> dict[str, str]:
+        known = SYMBOLS if self.simulation.case.is_one_pipeline else REPLICA_SYMBOLS
+        return legend((line.equation for line in self.lines), known)
 
     def _equations(self) -> Iterator[str]:
-        yield from texts_of(self.lines)
-        yield f"\nsymbols, times {self._unit}; i numbers stages, and edge i joins stages i and i+1:"
-        meanings = legend((line.equation for line in self.lines), SYMBOLS)
-        for symbol, meaning in meanings.items():
-            yield f"  {symbol if symbol == 'N' else f'{symbol}_i':<9}{meaning}"
+        of_stages = self.simulation.case.is_one_pipeline  # then each symbol but one has the index i
+        yield from texts_of(self.lines if of_stages else _alike_once(self.lines))
+        yield f"\nsymbols{self.notation}:"
+        for symbol, meaning in self._symbols.items():
+            yield f"  {symbol if symbol == 'N' else f'{symbol}_i':<9}{meaning}" if of_stages else f"  {symbol:<5}{meaning}"
+
+
+def _alike_once(lines: Iterable[Line]) -> Iterator[Line]:
+    """Yield one line for all of an equation with the same numbers, since most stages of a large job are alike."""
+    alike: defaultdict[tuple[Equation, str], list[Line]] = defaultdict(list)
+    for line in lines:
+        alike[line.equation, line.values].append(line)
+    for group in alike.values():
+        names = [line.where for line in group]
+        few = names if len(names) <= _MOST_NAMES else [*names[: _MOST_NAMES - 1], f"{len(names) - _MOST_NAMES + 1} more"]
+        yield replace(group[0], where=", ".join(few))
 
 
 def explain(
     program: Program,
-    cost: CostModel,
-    microbatches: int | None = None,
+    given: Case | CostModel,
     *,
     bandwidth: BandwidthOptions | None = None,
     spread: Sequence[Edge] = (),
     rounded: Sequence[Edge] = (),
     unit: str = "",
-    timing: StepTiming = MAKESPAN,
 ) -> Explanation:
-    """Fill the bubble equations with the numbers of a plan.
+    """Fill the equations with the numbers of a plan: those of a pipeline's bubble, or those of several replicas.
 
     If "no cascading bubble" is not satisfied, the delay of one microbatch may reach the next. The plan may still be optimal: W
     may fill the bubble, forwards after the warm-up may widen the slackness, or memory may leave no choice. Its cost is the gap
     between makespan and bound.
 
+    What limits one pipeline and what would help is said of the period, or behind the case's barrier of the makespan. Of several
+    replicas the healthy job is planned too. So is the same one without memory limit, if memory may make the period longer.
+
     Args:
-        program: The plan. Communication ops are ignored.
-        cost: The cost model for which it was made.
-        microbatches: N, to be checked against the program's number, or None.
-        bandwidth, spread, rounded: Remedies for edges whose bandwidth limits the plan, available and in use; see
+        program: The plan, with its routes. Communication ops are ignored.
+        given: The case for which it was made, or the costs of all its replicas.
+        bandwidth, spread, rounded: Remedies for edges whose bandwidth limits one pipeline, available and in use; see
             :func:`adaptra.planning.remedies.bandwidth_remedies.find_remedies`.
-        unit: Unit of the times in ``cost``, such as ``seconds``; empty for the case's own.
-        timing: The time that counts for what limits it and what would help: the makespan, or
-            :data:`adaptra.planning.routes.steady_steps.PERIOD`.
+        unit: Unit of one pipeline's times, such as ``seconds``; empty for the case's own.
 
     Raises:
-        PlanError: The program has another number of microbatches, or no backward and therefore no warm-up.
-        CaseError: The cost model has another number of stages.
+        PlanError: The program computes no gradients, or no plan of the healthy job keeps the memory limit.
+        CaseError: The program and the case have different replicas, stages or microbatches, or a lost worker has ops.
+        ScheduleError: The workers can't execute the program.
     """
-    if microbatches not in (None, program.microbatches):
-        raise PlanError(f"{program.name} has {program.microbatches} microbatches: expected {microbatches}")
+    if isinstance(given, Case):
+        case = given
+    else:
+        case = Case(given, program.microbatches, program.placement) if program.is_one_pipeline else alike_case(program, given)
+    check_fit(program, case)
+    if not case.is_one_pipeline:
+        return _of_job(program, case)
     if program.is_forward_only:
         raise PlanError(f"{program.name} computes no gradients: there is no warm-up to explain")
+    cost, timing, number = case.cost, timing_of(barrier=case.barrier), case.microbatches
     simulation = simulate(program.compute_only() if program.is_lowered else program, cost)
-    case = Case(cost, program.microbatches, program.placement, program.name)
-    x = _warm_up_of(program)
-    asked = warm_up(cost, program.microbatches, _limits(program, cost))
-    return Explanation(
-        program.name,
-        program.microbatches,
-        x,
-        asked,
-        simulation.makespan,
-        lower_bound(case),
-        PERIOD.of(simulation.program, cost),
-        PERIOD.binds(case),
-        max(simulation.busy),
-        timing.name,
-        time_by_memory(case, simulation.program, timing),
-        (*_edge_lines(cost, program.microbatches, x, asked), *_bound_lines(cost, program.microbatches, asked.limit)),
-        what_limits(simulation, timing),
-        find_remedies(case, simulation.program, spread, rounded, bandwidth=bandwidth or BandwidthOptions(), timing=timing),
-        unit,
+    program, makespan, period, busy = simulation.program, simulation.makespan, simulation.period, max(simulation.busy)
+    x, asked = warm_up_of(program), warm_up(cost, number, limits_of(program, cost))
+    bound, period_bound = lower_bound(case), PERIOD.binds(case)
+    gap, period_gap = _gap(makespan, bound), _gap(period, period_bound)
+    points, limitation = time_by_memory(case, program, timing), what_limits(simulation, timing)
+    remedies = find_remedies(case, program, spread, rounded, bandwidth=bandwidth or BandwidthOptions(), timing=timing)
+    figures = {
+        "program": program.name,
+        "microbatches": number,
+        "stages": case.stages,
+        "x": list(x),
+        "slack": [before - behind for before, behind in pairwise(x)],
+        "asked_x": list(asked.x),
+        "asked_slack": list(asked.slack),
+        "makespan": makespan,
+        "bound": bound.value,
+        "binds": f"{bound.kind.value}, {bound.where}",
+        "gap": gap,
+        "period": period,
+        "period_bound": period_bound.value,
+        "period_binds": period_bound.cause,
+        "period_gap": period_gap,
+        "busy": busy,
+        "counts": timing.name,
+        "by_memory": [point.to_json() for point in points],
+        "limitation": limitation.to_json(),
+        "remedies": None if remedies is None else remedies.to_json(),
+        "unit": unit,
+    }
+    times = f"in {unit}" if unit else "in the unit of the case"
+    idle, of_makespan = (0.0 if time - busy < 1e-9 * busy else time - busy for time in (period, makespan))
+    summary = (
+        f"{program.name}: makespan {makespan:g}, no plan beats {bound}, gap {100 * gap:.1f} %; all times {times}",
+        f"steps in a row: period {period:g}, no plan beats {period_bound}, gap {100 * max(period_gap, 0.0):.1f} %",
+        f"the busiest rank computes for {busy:g}: it idles for {idle:g} of the period, {of_makespan:g} of the makespan",
+        str(limitation),
+        *(() if remedies is None else (str(remedies),)),
+        *_by_memory(points, timing.name),
+        f"N = {number}, S = {case.stages}; warm-up forwards per stage, x_i:",
+        f"  this plan           {' '.join(map(str, x))}",
+        f"  the equations alone {' '.join(map(str, asked.x))}",
     )
+    lines = (*edge_lines(cost, number, x, asked), *bound_lines(cost, number, asked.limit))
+    notation = f", times {times}; i numbers stages, and edge i joins stages i and i+1"
+    return Explanation(simulation, figures, summary, lines, notation)
 
 
-def _warm_up_of(program: Program) -> tuple[int, ...]:
-    """Return the forwards before the first I or B of each stage."""
-    counts = [0] * program.stages
-    turned = [False] * program.stages
-    for order in program.orders:
-        for op in order:
-            if op.kind is Kind.F and not turned[op.stage]:
-                counts[op.stage] += 1
-            elif op.kind in (Kind.I, Kind.B):
-                turned[op.stage] = True
-    return tuple(counts)
+def _by_memory(points: Sequence[MemoryPoint], counts: str) -> Iterator[str]:
+    """Yield the table of times by memory, if the plan is not alone in it."""
+    if len(points) > 1:
+        over = "; + is more than the limit" if any(point.is_over for point in points) else ""
+        yield f"{counts} for the most memory that a rank holds; * is this plan{over}:"
+        marked = [f"{point.held:.4g}{'*' * point.is_own}{'+' * point.is_over}" for point in points]
+        columns = [(held, f"{point.time:.4g}") for held, point in zip(marked, points, strict=True)]
+        widths = [max(map(len, column)) for column in columns]
+        for name, row in zip(("memory", counts), zip(*columns, strict=True), strict=True):
+            yield f"  {name:<9}" + "".join(f" {text:>{width}}" for text, width in zip(row, widths, strict=True))
 
 
-def _limits(program: Program, cost: CostModel) -> tuple[int, ...] | None:
-    """Return A_i: the number of microbatches that fit the memory of each stage's rank, if the rank had no other stage."""
-    if cost.memory_limit is None:
-        return None
-    limits: list[int] = []
-    for stage, rank in enumerate(program.placement):
-        held = cost.memory_forward[stage]
-        fitting = int((cost.memory_limit[rank] + MEMORY_TOLERANCE) / held) if held > 0 else program.microbatches
-        limits.append(max(1, min(fitting, program.microbatches)))
-    return tuple(limits)
+def _gap(time: float, bound: Bound) -> float:
+    """Return the excess of a time over its bound, as a fraction of the bound. Zero for a step that takes no time."""
+    return time / bound.value - 1.0 if bound.value > 0 else 0.0
 
 
-def _edge_lines(cost: CostModel, microbatches: int, x: Sequence[int], asked: WarmUp) -> Iterator[Line]:
-    model = equations()
-    edges = range(cost.stages - 1)
-    busy = [edge for edge in edges if cost.forward[edge + 1] + cost.input_grad[edge + 1] > 0]
-
-    def name(edge: int) -> str:
-        return f"edge {edge}-{edge + 1}"
-
-    for edge in edges:
-        yield Line.of(model.slackness, name(edge), x[edge] - x[edge + 1], x[edge], x[edge + 1])
-    for edge in busy:
-        yield Line.of(model.needed_slack, name(edge), *edge_times(cost, edge))
-    for edge in busy:
-        yield Line.of(model.warm_up_slack, name(edge), *edge_times(cost, edge), microbatches)
-    for edge in busy:
-        yield Line.of(model.no_cascade, name(edge), *edge_times(cost, edge), x[edge] - x[edge + 1])
-    for edge in busy:
-        yield Line.of(model.steady_slack, name(edge), *edge_times(cost, edge), cost.weight_grad[edge + 1])
-    for stage in range(cost.stages):
-        yield Line.of(model.budget, f"stage {stage}", x[stage], asked.limit[stage], microbatches)
-
-
-def _bound_lines(cost: CostModel, microbatches: int, limits: Sequence[int]) -> Iterator[Line]:
-    """Yield each bound at the stage or edge where it is greatest."""
-    model = equations()
-    head, down, tail = _heads_and_tails(cost)
-    forward, input_grad, weight_grad = cost.forward, cost.input_grad, cost.weight_grad
-    stages = range(cost.stages)
-
-    def stage_values(stage: int) -> tuple[float, ...]:
-        return head[stage], forward[stage], down[stage], input_grad[stage], tail[stage], microbatches
-
-    def first(edge: int) -> tuple[float, ...]:
-        return head[edge], forward[edge]
-
-    def second(edge: int) -> tuple[float, ...]:
-        return forward[edge + 1], down[edge + 1], input_grad[edge + 1]
-
-    candidates: list[list[Line]] = [
-        [
-            Line.of(model.bound_load, f"stage {s}", head[s], forward[s], input_grad[s], weight_grad[s], microbatches)
-            for s in stages
-        ],
-        [Line.of(model.bound_drain, f"stage {s}", head[s], forward[s], input_grad[s], tail[s], microbatches) for s in stages],
-        [Line.of(model.bound_chain, f"stage {s}", *stage_values(s)) for s in stages],
-        [Line.of(model.bound_memory, f"stage {s}", *stage_values(s), limits[s]) for s in stages],
-        [
-            Line.of(
-                model.bound_link_forward,
-                f"edge {edge}-{edge + 1}",
-                *(*first(edge), cost.occupancy_forward[edge], cost.latency_forward[edge] + cost.occupancy_forward[edge]),
-                *(*second(edge), tail[edge + 1], microbatches),
-            )
-            for edge in stages[:-1]
-            if cost.occupancy_forward[edge] > 0
-        ],
-        [
-            Line.of(
-                model.bound_link_backward,
-                f"edge {edge}-{edge + 1}",
-                *(*first(edge), cost.latency_forward[edge] + cost.occupancy_forward[edge], *second(edge)),
-                *(cost.occupancy_backward[edge], cost.latency_backward[edge] + cost.occupancy_backward[edge]),
-                *(input_grad[edge], tail[edge], microbatches),
-            )
-            for edge in stages[:-1]
-            if cost.occupancy_backward[edge] > 0
-        ],
-    ]
-    for lines in candidates:
-        if lines:
-            yield max(lines, key=lambda line: line.result)
-
-
-def _heads_and_tails(cost: CostModel) -> tuple[list[float], list[float], list[float]]:
-    """Return h_i, d_i and r_i of all stages."""
-    stages = cost.stages
-    there = [latency + taken for latency, taken in zip(cost.latency_forward, cost.occupancy_forward, strict=True)]
-    back = [latency + taken for latency, taken in zip(cost.latency_backward, cost.occupancy_backward, strict=True)]
-    head, down, tail = [0.0] * stages, [0.0] * stages, list(cost.weight_grad)
-    for stage in range(1, stages):
-        head[stage] = head[stage - 1] + cost.forward[stage - 1] + there[stage - 1]
-        tail[stage] = max(tail[stage], back[stage - 1] + cost.input_grad[stage - 1] + tail[stage - 1])
-    for stage in reversed(range(stages - 1)):
-        down[stage] = there[stage] + cost.forward[stage + 1] + down[stage + 1] + cost.input_grad[stage + 1] + back[stage]
-    return head, down, tail
+def _of_job(program: Program, case: Case) -> Explanation:
+    simulation = simulate(program, case)
+    period = healthy = simulation.period
+    if not case.is_healthy:
+        whole = replace(case, lost=frozenset(), slow={})
+        healthy = simulate(plan_job(whole), whole).period
+    bound = period_bound(case, program.routing)
+    numbers, gap = JobNumbers(simulation, program.routing), _gap(period, bound)
+    scaled = Line.of(replica_equations().fault_scaled, "all stages", healthy, *numbers.left)
+    lines = (*numbers.of_stages(), *numbers.of_workers(), *numbers.of_messages(), *numbers.of_recut())
+    remarks = tuple(remarks_of(numbers, bound))
+    figures = {
+        "program": program.name,
+        "case": case.name,
+        "period": period,
+        "bound": bound.value,
+        "bound_kind": bound.kind.value,
+        "bound_where": bound.where,
+        "gap": gap,
+        "healthy_period": healthy,
+        "fault_scaled_period": float(scaled.result),
+        "remarks": list(remarks),
+    }
+    first = (
+        f"{program.name} on {case.name}: period {period:.10g}, no order on its routes beats {bound}, gap {100 * gap:.1f} %; "
+        "all times in the unit of the case"
+    )
+    if case.is_healthy:
+        summary = (first, *remarks)
+    else:
+        lines = (*lines, scaled)
+        even = f"if what is left shared all work of that evenly, it would take {scaled.result:.10g}"
+        summary = (first, f"the healthy job takes {healthy:.10g}; {even}", *remarks)
+    return Explanation(simulation, figures, summary, lines, "; i numbers stages, k workers, l and r links or ports")

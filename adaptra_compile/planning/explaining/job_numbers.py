@@ -12,7 +12,7 @@ from typing import Final
 
 from adaptra.equations.equation import Equation
 from adaptra.equations.replicas import replica_equations
-from adaptra.planning.explaining.explanation import Line
+from adaptra.planning.explaining.lines import Line
 from adaptra.program.routing import Routing
 from adaptra.simulation.case import Case
 from adaptra.simulation.simulate import Simulation

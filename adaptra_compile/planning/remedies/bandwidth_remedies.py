@@ -17,9 +17,10 @@ from adaptra.planning.layouts.choose_roles import LEAST_GAIN
 from adaptra.planning.layouts.layout_change import SplitChange
 from adaptra.planning.limitation import EFFORT
 from adaptra.planning.routes.steady_steps import timing_of
-from adaptra.planning.timing import MAKESPAN, StepBound, StepTiming
+from adaptra.planning.timing import MAKESPAN, StepTiming
 from adaptra.program import Program
 from adaptra.program.placement import Edge
+from adaptra.simulation.bound import Bound
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.cut_points import CutPoint, CutPoints, MovedCut
@@ -81,7 +82,7 @@ class RemedyPlan:
     program: Program
     cost: CostModel
     makespan: float
-    bound: StepBound
+    bound: Bound
     wanted: str | None
     cut: MovedCut | None = None
 
@@ -103,7 +104,7 @@ class Remedies:
     occupancy: float
     load: float
     makespan: float
-    bound: StepBound
+    bound: Bound
     choices: tuple[RemedyPlan, ...]
 
     def best(self, remedy: Remedy) -> RemedyPlan | None:

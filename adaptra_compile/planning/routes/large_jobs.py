@@ -17,11 +17,12 @@ from itertools import product
 from typing import Final
 
 from adaptra import _C
-from adaptra.planning.routes.period_bound import PeriodBound, period_bound
+from adaptra.planning.routes.period_bound import period_bound
 from adaptra.program import Op, Program
 from adaptra.program.placement import is_straight
 from adaptra.program.program import lines_of
 from adaptra.program.routing import Route, Routing
+from adaptra.simulation.bound import Bound
 from adaptra.simulation.case import Case
 from adaptra.simulation.job import problem_of
 
@@ -57,7 +58,7 @@ class LargePlan:
     _hosts: tuple[Mapping[int, int], _C.Orders]  # of each worker that computes others' microbatches, the place of its order
 
     @cached_property
-    def bound(self) -> PeriodBound:
+    def bound(self) -> Bound:
         """The lower bound of the period under the routes."""
         return period_bound(self.case, self.routing)
 

@@ -26,51 +26,24 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from itertools import pairwise
 from typing import NamedTuple
 
 from adaptra.errors import CaseError
 from adaptra.program.placement import Edge, is_straight
 from adaptra.program.routing import Routing
+from adaptra.simulation.bound import Bound, BoundKind
 from adaptra.simulation.case import Case
 
 
-class PeriodBoundKind(Enum):
-    """The reason why no order repeats faster; see :mod:`adaptra.planning.routes.period_bound`."""
-
-    WORK = "work"
-    BARRIER = "barrier"
-    FILL = "fill"
-    PATH = "path"
-    MEMORY = "memory"
-    LINK = "link"
-    PORT = "port"
-
-
-@dataclass(frozen=True, slots=True)
-class PeriodBound:
-    """A lower bound of the period, in the case's unit, and its cause: a worker, or a link between two.
-
-    It is a sum of rounded numbers, so compare with a relative tolerance of 1e-9.
-    """
-
-    value: float
-    kind: PeriodBoundKind
-    where: str
-
-    def __str__(self) -> str:
-        return f"{self.value:.10g} ({self.kind.value}, {self.where})"
-
-
-def period_bound(case: Case, routing: Routing) -> PeriodBound:
-    """Return the greatest of the bounds, the first in the order of :class:`PeriodBoundKind` if several are equal.
+def period_bound(case: Case, routing: Routing) -> Bound:
+    """Return the greatest of the bounds, the first in the order of :class:`BoundKind` if several are equal.
 
     Raises:
         CaseError: Edges are half duplex or communication blocks.
     """
     case.check_edges()
-    kinds = list(PeriodBoundKind)
+    kinds = list(BoundKind)
     paths: Counter[tuple[int, ...]] = Counter()
     for route in routing.routes:
         paths[route.workers] += len(route.microbatches)
@@ -79,7 +52,7 @@ def period_bound(case: Case, routing: Routing) -> PeriodBound:
     return max(bounds, key=lambda one: (one.value, -kinds.index(one.kind)))
 
 
-def flow_bound(case: Case) -> PeriodBound:
+def flow_bound(case: Case) -> Bound:
     """Return a bound of the period under every routing, in which workers take the shares that suit them best.
 
     Of the bounds above it has those of workers and ports, each with the shortest ways through any workers. Links count only
@@ -93,13 +66,11 @@ def flow_bound(case: Case) -> PeriodBound:
     columns = list(zip(*case.grid, strict=True))
     updates = _updates(case, case.grid)
     shortest = _shortest(case)
-    found: list[PeriodBound] = []
+    found: list[Bound] = []
     for stage, column in enumerate(columns):
         neighbours = (stage > 0) + (stage + 1 < case.stages)
 
-        def next_bound(
-            worker: int, number: int, stage: int = stage, neighbours: int = neighbours
-        ) -> tuple[float, int, PeriodBound]:
+        def next_bound(worker: int, number: int, stage: int = stage, neighbours: int = neighbours) -> tuple[float, int, Bound]:
             share = replace(shortest[worker], count=number)
             bounds = [*_of_waiting(case, worker, stage, share, updates)]
             if neighbours:
@@ -159,7 +130,7 @@ class _Share:
 
 def _of_workers(
     case: Case, routing: Routing, paths: Counter[tuple[int, ...]], shares: dict[tuple[int, int], _Share]
-) -> Iterator[PeriodBound]:
+) -> Iterator[Bound]:
     cost = case.cost
     updates = _updates(case, routing.workers)
     visits, steps = _visits(case, routing, paths)
@@ -170,23 +141,21 @@ def _of_workers(
             if (worker, stage) in shares:
                 ops = cost.forward[stage] + cost.input_grad[stage] + cost.weight_grad[stage]
                 work += shares[worker, stage].count * ops * slow
-        yield PeriodBound(work, PeriodBoundKind.WORK, f"worker {worker}")
+        yield Bound(work, BoundKind.WORK, f"worker {worker}")
         seen = {stage: shares[worker, stage] for stage in stages if (worker, stage) in shares}
         if not seen:
             continue
         wait = 0.0
         if case.barrier:
             wait = max(visits[worker].arrival - steps[worker], 0.0)
-            yield PeriodBound(work + wait, PeriodBoundKind.BARRIER, f"worker {worker}")
+            yield Bound(work + wait, BoundKind.BARRIER, f"worker {worker}")
         if is_straight(case.placement):
             yield from _of_waiting(case, worker, stages[0], seen[stages[0]], updates, wait)
         else:
             yield from _of_several(case, worker, seen, work + wait, visits[worker].first)
 
 
-def _of_waiting(
-    case: Case, worker: int, stage: int, share: _Share, updates: list[float], wait: float = 0.0
-) -> Iterator[PeriodBound]:
+def _of_waiting(case: Case, worker: int, stage: int, share: _Share, updates: list[float], wait: float = 0.0) -> Iterator[Bound]:
     """Yield the bounds of a worker of one stage, in which it waits for others; behind a barrier first of all for ``wait``."""
     slow, where = case.slow.get(worker, 1.0), f"worker {worker}"
     number, trip = share.count, share.trip
@@ -199,15 +168,15 @@ def _of_waiting(
         return first + last if number > room else max(first, last)
 
     work = update + number * (forward + back + weight)
-    yield PeriodBound(work + wait + idle(back + weight), PeriodBoundKind.FILL, where)
+    yield Bound(work + wait + idle(back + weight), BoundKind.FILL, where)
     inside = number * (forward + back) + (number - room) * weight + idle(back)
     for earlier, (_, out, home) in zip(range(stage - 1, -1, -1), share.ways, strict=True):
-        yield PeriodBound(updates[earlier] + out + inside + home, PeriodBoundKind.PATH, f"{where}, stage {earlier}")
+        yield Bound(updates[earlier] + out + inside + home, BoundKind.PATH, f"{where}, stage {earlier}")
     once = forward + trip + back + weight
-    yield PeriodBound(math.ceil(number / room) * once + wait + update, PeriodBoundKind.MEMORY, where)
+    yield Bound(math.ceil(number / room) * once + wait + update, BoundKind.MEMORY, where)
 
 
-def _of_several(case: Case, worker: int, seen: dict[int, _Share], work: float, first: float) -> Iterator[PeriodBound]:
+def _of_several(case: Case, worker: int, seen: dict[int, _Share], work: float, first: float) -> Iterator[Bound]:
     """Yield the bounds of a worker of several stages, given that of work and the time from its first F to its first I."""
     times = {stage: _times(case, worker, stage) for stage in seen}
     number = sum(share.count for share in seen.values())
@@ -215,12 +184,12 @@ def _of_several(case: Case, worker: int, seen: dict[int, _Share], work: float, f
     forwards = min(
         sum(share.count * times[stage][0] for stage, share in seen.items()), room * max(one[0] for one in times.values())
     )
-    yield PeriodBound(work + max(first - forwards, 0.0), PeriodBoundKind.FILL, f"worker {worker}")
+    yield Bound(work + max(first - forwards, 0.0), BoundKind.FILL, f"worker {worker}")
     held = {stage: share.trip + sum(times[stage]) for stage, share in seen.items()}
     in_turn = math.ceil(number / room) * min(held.values())
     together = sum(share.count * held[stage] for stage, share in seen.items()) / room
     ops = sum(share.count * sum(times[stage]) for stage, share in seen.items())
-    yield PeriodBound(max(in_turn, together) + work - ops, PeriodBoundKind.MEMORY, f"worker {worker}")
+    yield Bound(max(in_turn, together) + work - ops, BoundKind.MEMORY, f"worker {worker}")
 
 
 @dataclass(slots=True)
@@ -285,7 +254,7 @@ def _updates(case: Case, grid: Sequence[Sequence[int | None]]) -> list[float]:
 
 def _of_messages(
     case: Case, routing: Routing, paths: Counter[tuple[int, ...]], shares: dict[tuple[int, int], _Share]
-) -> Iterator[PeriodBound]:
+) -> Iterator[Bound]:
     links: defaultdict[tuple[int, int], int] = defaultdict(int)
     queues: dict[tuple[int, int], _Queues] = {}
     ports: defaultdict[int, int] = defaultdict(int)
@@ -305,14 +274,14 @@ def _of_messages(
         for source, destination, edge in ((here, there, (stage, stage + 1)), (there, here, (stage + 1, stage))):
             occupancy = case.link(source, destination, edge).occupancy
             value = max(number * occupancy, queues[here, there].link + (number - 1) * occupancy) if occupancy else 0.0
-            yield PeriodBound(value, PeriodBoundKind.LINK, f"link {source}→{destination}")
+            yield Bound(value, BoundKind.LINK, f"link {source}→{destination}")
     for (worker, stage), share in shares.items():
         if ports[worker]:
             around = _queues(case, worker, stage, share, updates)
             yield from _of_port(case, worker, ports[worker], around)
 
 
-def _of_shared_links(case: Case, paths: Counter[tuple[int, ...]]) -> Iterator[PeriodBound]:
+def _of_shared_links(case: Case, paths: Counter[tuple[int, ...]]) -> Iterator[Bound]:
     """Yield the bounds of links and ports that messages between several pairs of stages share."""
     links: defaultdict[tuple[int, int], float] = defaultdict(float)
     ports: defaultdict[int, int] = defaultdict(int)
@@ -325,16 +294,16 @@ def _of_shared_links(case: Case, paths: Counter[tuple[int, ...]]) -> Iterator[Pe
             links[here, there] += number * case.link(here, there, (stage, stage + 1)).occupancy
             links[there, here] += number * case.link(there, here, (stage + 1, stage)).occupancy
     for (source, destination), busy in links.items():
-        yield PeriodBound(busy, PeriodBoundKind.LINK, f"link {source}→{destination}")
+        yield Bound(busy, BoundKind.LINK, f"link {source}→{destination}")
     for worker, number in ports.items():
-        yield PeriodBound(number * case.ports.get(worker, 0.0), PeriodBoundKind.PORT, f"worker {worker} sends")
+        yield Bound(number * case.ports.get(worker, 0.0), BoundKind.PORT, f"worker {worker} sends")
 
 
-def _of_port(case: Case, worker: int, number: int, around: _Queues) -> Iterator[PeriodBound]:
+def _of_port(case: Case, worker: int, number: int, around: _Queues) -> Iterator[Bound]:
     port = case.ports.get(worker, 0.0)
     for what, least in (("sends", around.sends), ("receives", around.receives)):
         value = max(number * port, least + (number - 1) * port) if port else 0.0
-        yield PeriodBound(value, PeriodBoundKind.PORT, f"worker {worker} {what}")
+        yield Bound(value, BoundKind.PORT, f"worker {worker} {what}")
 
 
 class _Queues(NamedTuple):

@@ -12,12 +12,13 @@ from adaptra import _C
 from adaptra.equations.warm_up import in_flight_limits
 from adaptra.passes.adapt_order import ADAPTED, LEAST_EFFORT, LEAST_ROUNDS, UNLIMITED, search
 from adaptra.planning.planner import plan, with_split_backwards
-from adaptra.planning.routes.period_bound import PeriodBound, PeriodBoundKind, period_bound
-from adaptra.planning.timing import MAKESPAN, InFlight, StepBound, StepTiming
+from adaptra.planning.routes.period_bound import period_bound
+from adaptra.planning.timing import MAKESPAN, InFlight, StepTiming
 from adaptra.program import Op, Program
 from adaptra.program.placement import has_several, stages_of
 from adaptra.program.routing import Routing
 from adaptra.program.schedules import GENERATORS, generate
+from adaptra.simulation.bound import Bound, BoundKind
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import MEMORY_TOLERANCE, Blocking, CostModel
 from adaptra.simulation.job import pipeline_of
@@ -52,11 +53,9 @@ class SteadySteps:
         """Return a period that no program of a case is below."""
         return pipeline_bound(case).value
 
-    def binds(self, case: Case) -> StepBound:
+    def binds(self, case: Case) -> Bound:
         """Return the same with its cause."""
-        bound = pipeline_bound(case)
-        cause = f"the memory of {bound.where}" if math.isinf(bound.value) else _cause_of(bound)
-        return StepBound(bound.value, f"{bound.value:g} ({bound.kind.value}, {bound.where})", cause)
+        return pipeline_bound(case)
 
     def plan(
         self,
@@ -153,7 +152,7 @@ def timing_of(*, barrier: bool) -> StepTiming:
     return MAKESPAN if barrier else PERIOD
 
 
-def pipeline_bound(case: Case) -> PeriodBound:
+def pipeline_bound(case: Case) -> Bound:
     """Return the greatest lower bound of the period of one pipeline that is known, and its cause.
 
     The bounds are those of :mod:`adaptra.planning.routes.period_bound`, with ranks for workers. Memory is counted as the cost
@@ -166,25 +165,12 @@ def pipeline_bound(case: Case) -> PeriodBound:
     case.require_one_pipeline("the bound of a pipeline's period")
     ranks = sorted(set(case.placement))
     if full := [rank for rank in ranks if _held(case, rank) > _limit(case, rank)]:
-        return PeriodBound(math.inf, PeriodBoundKind.MEMORY, f"rank {full[0]}")
+        return Bound(math.inf, BoundKind.MEMORY, f"rank {full[0]}")
     free = replace(case.cost, memory_limit=None, half_duplex=False, blocking=Blocking.NONE)
     job = replace(replace(case, cost=free, barrier=False).of_replicas(1), memory=tuple(_most(case, rank) for rank in ranks))
     found = period_bound(job, Routing.at_home(case.placement, 1, case.microbatches))
-    of_ranks = PeriodBound(found.value, found.kind, found.where.replace("worker", "rank").replace("link", "link of ranks"))
+    of_ranks = Bound(found.value, found.kind, found.where.replace("worker", "rank").replace("link", "link of ranks"))
     return max((of_ranks, *_of_memory(case), *_of_shared_edges(case)), key=lambda one: one.value)
-
-
-def _cause_of(bound: PeriodBound) -> str:
-    """Return a description of the cause of a bound, for people."""
-    match bound.kind:
-        case PeriodBoundKind.WORK | PeriodBoundKind.BARRIER:
-            return f"the load of {bound.where}"
-        case PeriodBoundKind.FILL | PeriodBoundKind.MEMORY:
-            return f"the memory of {bound.where} and the way to the last stage and back"
-        case PeriodBoundKind.PATH:
-            return f"the way to {bound.where} and back within a step"
-        case PeriodBoundKind.LINK | PeriodBoundKind.PORT:
-            return f"the bandwidth of {bound.where}"
 
 
 def _held(case: Case, rank: int) -> float:
@@ -207,7 +193,7 @@ def _most(case: Case, rank: int) -> int:
     return max(len(stages), min(everything, 1 + math.floor((_limit(case, rank) - whole) / rest + _EQUAL)))
 
 
-def _of_memory(case: Case) -> Iterator[PeriodBound]:
+def _of_memory(case: Case) -> Iterator[Bound]:
     """Yield the two bounds of memory that count it as the cost model does; of ranks with one stage only."""
     cost = case.cost
     if cost.memory_limit is None or has_several(case.placement):
@@ -221,9 +207,9 @@ def _of_memory(case: Case) -> Iterator[PeriodBound]:
         update = cost.update[stage]  # meanwhile a rank holds nothing
         work = update + case.microbatches * (forward + back + weight)
         room = min(case.microbatches, math.floor(limit / held + _EQUAL))
-        yield PeriodBound(work + max(forward + trip - room * forward, 0.0), PeriodBoundKind.FILL, f"rank {rank}")
+        yield Bound(work + max(forward + trip - room * forward, 0.0), BoundKind.FILL, f"rank {rank}")
         taken = held * (forward + trip + back) + (held - freed) * weight
-        yield PeriodBound(update + case.microbatches * taken / limit, PeriodBoundKind.MEMORY, f"rank {rank}")
+        yield Bound(update + case.microbatches * taken / limit, BoundKind.MEMORY, f"rank {rank}")
 
 
 def _trips(cost: CostModel) -> list[float]:
@@ -236,13 +222,13 @@ def _trips(cost: CostModel) -> list[float]:
     return trips[::-1]
 
 
-def _of_shared_edges(case: Case) -> Iterator[PeriodBound]:
+def _of_shared_edges(case: Case) -> Iterator[Bound]:
     """Yield the bounds of edges whose directions share them: all messages of a step occupy one after the other."""
     cost = case.cost
     if cost.half_duplex:
         for edge in range(cost.stages - 1):
             busy = case.microbatches * (cost.occupancy_forward[edge] + cost.occupancy_backward[edge])
-            yield PeriodBound(busy, PeriodBoundKind.LINK, f"edge {edge}-{edge + 1}")
+            yield Bound(busy, BoundKind.LINK, f"edge {edge}-{edge + 1}")
 
 
 def _effort(case: Case) -> int:

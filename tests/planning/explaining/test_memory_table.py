@@ -51,15 +51,16 @@ def test_of_a_large_program_there_is_no_table() -> None:
 
 
 def test_an_explanation_says_both_times_with_their_bounds_and_idle_time() -> None:
-    found = explain(plan(LATE), LATE.cost, timing=PERIOD)
-    assert (found.period, found.period_bound.value, found.makespan, found.busy) == (54, 48, 54, 48)
-    text = found.text(equations=False)
+    explanation = explain(plan(LATE), LATE)
+    found = explanation.to_json()
+    assert (found["period"], found["period_bound"], found["makespan"], found["busy"]) == (54, 48, 54, 48)
+    text = explanation.text(equations=False)
     assert "makespan 54, no plan beats 54 (load, rank 3), gap 0.0 %" in text
     assert "steps in a row: period 54, no plan beats 48 (work, rank 0), gap 12.5 %" in text
     assert "the busiest rank computes for 48: it idles for 6 of the period, 6 of the makespan" in text
     assert "limited by the load of rank 0, which alone would allow 12.5 % less; planning again saves 11.1 %" in text
     assert "period for the most memory that a rank holds; * is this plan:\n  memory " in text
-    best = explain(PERIOD.plan(LATE), LATE.cost, timing=PERIOD)
+    best = explain(PERIOD.plan(LATE), LATE)
     assert "it idles for 0 of the period, 6 of the makespan" in str(best)
     found = best.to_json()
     assert (found["period"], found["period_bound"], found["counts"]) == (48, 48, "period")
@@ -67,7 +68,8 @@ def test_an_explanation_says_both_times_with_their_bounds_and_idle_time() -> Non
 
 
 def test_behind_a_barrier_the_makespan_counts() -> None:
-    found = explain(plan(LATE), LATE.cost)
-    assert found.counts == "makespan" and found.limitation.above == pytest.approx(0.0)
-    assert "makespan for the most memory that a rank holds" in str(found)
-    assert found.by_memory[-1].time == 54
+    explanation = explain(plan(LATE), replace(LATE, barrier=True))
+    found = explanation.to_json()
+    assert found["counts"] == "makespan" and found["limitation"]["above"] == pytest.approx(0.0)
+    assert "makespan for the most memory that a rank holds" in str(explanation)
+    assert found["by_memory"][-1]["time"] == 54

@@ -20,8 +20,8 @@ from adaptra.program.placement import in_turn, v_shaped
 from adaptra.program.schedules import generate_for
 from adaptra.program.verify import verify
 from adaptra.report import perfetto
+from adaptra.report.picture import draw
 from adaptra.report.stage_table import worker_table
-from adaptra.report.step_picture import draw_steps
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.simulate import simulate
 from adaptra.simulation.timeline import Source, Timeline
@@ -71,7 +71,7 @@ def test_replicas_of_one_measured_step_may_have_other_numbers_of_microbatches(tm
     timeline = Timeline(joined, Source.MEASURED, ops, (), 1e-3)
     assert [len(one) for one in timeline.ops] == [9, 9, 15, 15, 3, 3]
     assert [(one.own, one.given, one.taken) for one in worker_steps(timeline)] == [(own, (), ()) for own in (3, 3, 5, 5, 1, 1)]
-    draw_steps([("uneven", timeline)], tmp_path / "step.svg")
+    draw([("uneven", timeline)], tmp_path / "step.svg")
     perfetto.write([("uneven", timeline)], tmp_path / "step.json")
     ((_, loaded),) = perfetto.load_all(tmp_path / "step.json")
     assert loaded.program == joined and [len(one) for one in loaded.ops] == [len(one) for one in ops]
