@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from ortools.sat.python import cp_model
 
-from adaptra.program import Kind
-from adaptra.program.routing import Routing
+from adaptra.program import Kind, Op, Program
+from adaptra.program.dependencies import needs
 from adaptra.simulation.case import Case
-
-
-class Task(NamedTuple):
-    """One op: replica, stage, microbatch and kind."""
-
-    replica: int
-    stage: int
-    microbatch: int
-    kind: Kind
 
 
 class ExactPeriod(NamedTuple):
@@ -31,31 +22,32 @@ class ExactPeriod(NamedTuple):
 
 
 class PeriodModel:
-    """The model of a case and a routing, for whole numbers as times, without messages that occupy a link or port.
+    """The model of a case and the routes of a program, for whole numbers as times, without messages that occupy a link or port.
 
     The period is that of the steady state in which a worker begins its next step once its stage has ended this one.
     """
 
-    def __init__(self, case: Case, routing: Routing, at_least: int, at_most: int) -> None:
+    def __init__(self, case: Case, program: Program, at_least: int, at_most: int) -> None:
         self._case = case
-        self._routing = routing
+        self._routing = routing = program.routing
         horizon = 2 * at_most
         self._horizon = horizon
         self._times = {Kind.F: case.cost.forward, Kind.I: case.cost.input_grad, Kind.W: case.cost.weight_grad}
         self.model = cp_model.CpModel()
         self.period = self.model.new_int_var(at_least, at_most, "period")
-        self._starts: dict[Task, cp_model.IntVar] = {}
-        tasks: defaultdict[int, list[Task]] = defaultdict(list)
+        self._starts: dict[Op, cp_model.IntVar] = {}
+        tasks: defaultdict[int, list[Op]] = defaultdict(list)
         for replica in range(case.replicas):
             for stage in range(case.stages):
                 for microbatch in range(case.microbatches):
                     for kind in self._times:
-                        task = Task(replica, stage, microbatch, kind)
+                        task = Op(stage, kind, microbatch, None, replica)
                         self._starts[task] = self.model.new_int_var(0, horizon, str(task))
                         tasks[routing.holder(replica, stage, microbatch)].append(task)
         for task, start in self._starts.items():
-            for before in self._needs(task):
-                self.model.add(start >= self._end(before) + self._latency(before, task))
+            for need in needs(task, program, False, case.hands_over, case.changing):
+                for before in self._starts.keys() & set(need.ops):
+                    self.model.add(start >= self._end(before) + self._latency(before, task))
         for stage in range(case.stages):
             last = self.model.new_int_var(0, horizon, f"last of {stage}")
             for worker in routing.column(stage):
@@ -63,16 +55,16 @@ class PeriodModel:
                     self._add_worker(stage, worker, tasks[worker], last)
         self.model.minimize(self.period)
 
-    def _end(self, task: Task) -> cp_model.LinearExpr:
+    def _end(self, task: Op) -> cp_model.LinearExpr:
         return self._starts[task] + self._duration(task)
 
-    def _duration(self, task: Task) -> int:
+    def _duration(self, task: Op) -> int:
         return int(self._times[task.kind][task.stage] * self._case.slow.get(self._holder(task), 1.0))
 
-    def _holder(self, task: Task) -> int:
+    def _holder(self, task: Op) -> int:
         return self._routing.holder(task.replica, task.stage, task.microbatch)
 
-    def _latency(self, before: Task, task: Task) -> int:
+    def _latency(self, before: Op, task: Op) -> int:
         source, destination = self._holder(before), self._holder(task)
         if source == destination:
             return 0
@@ -82,24 +74,10 @@ class PeriodModel:
             else self._case.link(source, destination, (before.stage, task.stage)).latency
         )
 
-    def _needs(self, task: Task) -> Iterator[Task]:
-        match task.kind:
-            case Kind.F:
-                if task.stage > 0:
-                    yield task._replace(stage=task.stage - 1)
-            case Kind.I:
-                yield task._replace(kind=Kind.F)
-                if task.stage + 1 < self._case.stages:
-                    yield task._replace(stage=task.stage + 1)
-            case _:
-                yield task._replace(kind=Kind.I)
-                if self._case.hands_over and task.microbatch > 0:
-                    yield task._replace(microbatch=task.microbatch - 1)
-
-    def _add_worker(self, stage: int, worker: int, tasks: list[Task], last: cp_model.IntVar) -> None:
+    def _add_worker(self, stage: int, worker: int, tasks: list[Op], last: cp_model.IntVar) -> None:
         """Add the rules of one worker: one op at a time, in microbatch order, within memory, and once per period."""
         first = self.model.new_int_var(0, self._horizon, "first")
-        before: dict[tuple[int, Kind], Task] = {}
+        before: dict[tuple[int, Kind], Op] = {}
         works: list[cp_model.IntervalVar] = []
         holds: list[cp_model.IntervalVar] = []
         for task in tasks:
@@ -113,7 +91,7 @@ class PeriodModel:
             before[task.replica, task.kind] = task
             if task.kind is Kind.F:
                 length = self.model.new_int_var(0, self._horizon, "held")
-                until = self._end(task._replace(kind=Kind.W))
+                until = self._end(replace(task, kind=Kind.W))
                 holds.append(self.model.new_interval_var(start, length, until, "held"))
         self.model.add_no_overlap(works)
         if self._case.memory is not None:
@@ -123,9 +101,9 @@ class PeriodModel:
         self.model.add(self.period >= last + int(self._case.step[stage] * slow + self._case.reduce[stage]) - first)
 
 
-def exact_period(case: Case, routing: Routing, seconds: float, at_least: float, at_most: float) -> ExactPeriod | None:
-    """Search the shortest period of a routing, between a bound and a known period. None if nothing was found in ``seconds``."""
-    made = PeriodModel(case, routing, math.ceil(at_least - 1e-6), math.floor(at_most + 1e-6))
+def exact_period(case: Case, program: Program, seconds: float, at_least: float, at_most: float) -> ExactPeriod | None:
+    """Search the shortest period of a program's routes, from a bound to a known period. None if nothing was found in time."""
+    made = PeriodModel(case, program, math.ceil(at_least - 1e-6), math.floor(at_most + 1e-6))
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = seconds
     solver.parameters.num_workers = 2

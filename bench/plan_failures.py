@@ -279,7 +279,7 @@ def random_rows(what: str, cases: Iterable[Case], budget: float, exact: float) -
         if exact > 0 and period > 1.01 * best:
             from _exact_period import exact_period
 
-            found = exact_period(case, program.routing, exact, best, period)
+            found = exact_period(case, program, exact, best, period)
             best = max(best, min(period, found.period)) if found is not None else period
         ratios.append(period / best)
     count = len(ratios)
