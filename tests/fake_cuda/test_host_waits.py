@@ -36,7 +36,7 @@ def waits_of_steady_steps(rank: int, transport: str) -> tuple[list[str], list[st
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
     machine, own = the_machine(), threading.current_thread().name
     steps: list[list[str]] = []
-    for step in range(STEADY + 2):
+    for _ in range(STEADY + 2):
         settle()
         machine.forget()
         optimizer.zero_grad()
@@ -67,9 +67,7 @@ def shown(waits: Counter[str], own: str) -> list[str]:
 
 
 @pytest.mark.parametrize("transport", ["delegate", "c10d"])
-def test_the_host_waits_for_the_device_where_it_is_allowed_to_alone(
-    golden: Callable[[str, str], None], transport: str
-) -> None:
+def test_the_host_waits_for_the_device_where_it_is_allowed_to_alone(golden: Callable[[str, str], None], transport: str) -> None:
     found = run_processes(waits_of_steady_steps, RANKS, transport, timeout=SOON, is_fresh=True)
     assert [one for one, _ in found] == [other for _, other in found]
     lines = [f"rank {rank}, {line}" for rank, (waits, _) in enumerate(found) for line in waits]

@@ -328,7 +328,8 @@ class C10dTransport(Transport):
         if second is not None:
             self._communicators.wait(second)
         arrived_at = now()
-        pending.complete(buffer.tensors(self._device), sent_at, arrived_at, asked_at=posted.asked_at)
+        place = torch.device("cpu") if pending.identity.is_for_host else self._device
+        pending.complete(buffer.tensors(place), sent_at, arrived_at, asked_at=posted.asked_at)
         self._guard.settle(pending)
 
     def _end_waits(self) -> None:

@@ -92,7 +92,7 @@ class DelegateTransport(Transport):
     def receive(self, source_rank: int, identity: Identity) -> Pending:
         """See :meth:`Transport.receive`."""
         self._refusals.look(now())
-        pending = self._guard.post(source_rank, identity, is_receive=True, make=self._arriving)
+        pending = self._guard.post(source_rank, identity, is_receive=True, make=self._arriving_by)
         with self._lock:
             if pending.attempt < self._guard.attempt:
                 return pending  # another thread has begun a later attempt, which fails this receive
@@ -234,7 +234,9 @@ class DelegateTransport(Transport):
 
     # The GPU transport overrides the following methods.
 
-    _arriving: type[EnginePending] = EnginePending
+    def _arriving_by(self, identity: Identity) -> EnginePending:
+        """Return the receive of a message."""
+        return EnginePending(identity)
 
     def _fill(self, message: EngineMessage, tensors: Sequence[Tensor], start: Callable[[float], None]) -> None:
         """Copy the tensors of a message into its memory, then ``start`` it with the time at which they were there."""

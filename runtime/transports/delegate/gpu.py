@@ -52,8 +52,6 @@ class _ReceiveToGpu(EnginePending):
 class GpuDelegateTransport(DelegateTransport):
     """One rank's end of the delegate, for tensors on ``device``; see :class:`.delegate.DelegateTransport`."""
 
-    _arriving = _ReceiveToGpu
-
     def __init__(self, started: StartedEngine, on_close: Callable[[], None], device: torch.device) -> None:
         super().__init__(started, on_close)
         self._device = device
@@ -70,15 +68,23 @@ class GpuDelegateTransport(DelegateTransport):
             thread.join(_JOIN_SECONDS)
         self._staging.close()
 
+    def _arriving_by(self, identity: Identity) -> EnginePending:
+        return EnginePending(identity) if identity.is_for_host else _ReceiveToGpu(identity)
+
     def _make_message(self, memory: _C.Memory, specs: MessageSpec) -> EngineMessage:
         self._staging.pin(memory)
         return super()._make_message(memory, specs)
 
     def _fill(self, message: EngineMessage, tensors: Sequence[Tensor], start: Callable[[float], None]) -> None:
         # The host has queued the op that makes the tensors. They are there once the device has run it and copied them.
-        self._staging.after_send(self._staging.to_host(message, tensors), lambda: start(now()))
+        copied = self._staging.to_host(message, tensors)
+        if copied is None:
+            super()._fill(message, tensors, lambda _: None)
+        self._staging.after_send(copied, lambda: start(now()))
 
     def _expect(self, pending: EnginePending, source_rank: int) -> None:
+        if not isinstance(pending, _ReceiveToGpu):
+            return
         channel = (source_rank, pending.identity.channel)
         with self._lock:
             prefetched = self._prefetched.get(channel)
@@ -98,12 +104,14 @@ class GpuDelegateTransport(DelegateTransport):
             self.settle(pending)
 
     def _deliver(self, pending: EnginePending, message: EngineMessage) -> tuple[Tensor, ...]:
-        assert isinstance(pending, _ReceiveToGpu), "every receive of this transport is one"
+        if not isinstance(pending, _ReceiveToGpu):
+            return super()._deliver(pending, message)
         pending.staging = self._staging
         tensors, pending.copied = self._staging.to_device(message)
         return tensors
 
     def _give_back(self, pending: EnginePending) -> None:
-        assert isinstance(pending, _ReceiveToGpu), "every receive of this transport is one"
-        if pending.copied is not None:
+        if not isinstance(pending, _ReceiveToGpu):
+            super()._give_back(pending)
+        elif pending.copied is not None:
             self._staging.after_arrival(pending.copied, lambda: DelegateTransport._give_back(self, pending))

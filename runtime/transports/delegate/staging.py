@@ -62,12 +62,14 @@ class Staging:
                 raise LaunchError(f"CUDA can't register {len(memory)} bytes of host memory: error {status}")
             self._pinned[memory.address] = memory
 
-    def to_host(self, message: EngineMessage, tensors: Sequence[Tensor]) -> torch.cuda.Event:
+    def to_host(self, message: EngineMessage, tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
         """Start to copy ``tensors`` into a message in pinned memory.
 
         Returns:
-            An event that is done when the copy is.
+            An event that is done when the copy is; None, without a copy, for tensors of the host.
         """
+        if not any(tensor.is_cuda for tensor in tensors):
+            return None
         stream = self._sends.stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream), torch.no_grad():
@@ -106,8 +108,8 @@ class Staging:
         for tensor in tensors:
             tensor.record_stream(current)
 
-    def after_send(self, copied: torch.cuda.Event, action: Callable[[], None]) -> None:
-        """Call ``action`` once the copy to the host has ended, after all earlier actions of that direction."""
+    def after_send(self, copied: torch.cuda.Event | None, action: Callable[[], None]) -> None:
+        """Call ``action`` once the copy to the host has ended, if there is one, after all earlier actions of that direction."""
         self._sends.then(copied, action)
 
     def after_arrival(self, copied: torch.cuda.Event, action: Callable[[], None]) -> None:
@@ -129,7 +131,7 @@ class _Direction:
 
     def __init__(self, device: torch.device, name: str) -> None:
         self.stream: Final = torch.cuda.Stream(device)
-        self._queue: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[torch.cuda.Event | None, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -139,8 +141,8 @@ class _Direction:
         event.record(self.stream)
         return event
 
-    def then(self, copied: torch.cuda.Event, action: Callable[[], None]) -> None:
-        """Call ``action`` once the copy has ended, after all earlier actions."""
+    def then(self, copied: torch.cuda.Event | None, action: Callable[[], None]) -> None:
+        """Call ``action`` once the copy has ended, if there is one, after all earlier actions."""
         self._queue.put((copied, action))
 
     def close(self) -> None:
@@ -153,7 +155,8 @@ class _Direction:
         torch.cuda.set_device(self.stream.device)  # each thread has a current device of its own
         while (asked := self._queue.get()) is not None:
             copied, action = asked
-            copied.synchronize()
+            if copied is not None:
+                copied.synchronize()
             action()
 
 
