@@ -98,7 +98,8 @@ class GradientNorms:
         norms = [torch.zeros((), dtype=torch.float64, device=self._device)] * len(gradients)
         for dtype in dict.fromkeys(one.dtype for _, one in present):
             places = [place for place, one in present if one.dtype == dtype]
-            found = torch._foreach_norm([one for _, one in present if one.dtype == dtype], norm_type)
+            alike = [one for _, one in present if one.dtype == dtype]
+            found = torch._foreach_norm(alike, norm_type)  # pyright: ignore[reportPrivateUsage] - torch clips by it too
             for place, norm in zip(places, found, strict=True):
                 norms[place], codes[place] = norm, _DTYPES.index(norm.dtype)
         return torch.stack(norms).double() if norms else torch.zeros(0, dtype=torch.float64, device=self._device), codes
