@@ -33,6 +33,7 @@ from adaptra.runtime.transports.delegate.engine import StartedEngine
 from adaptra.runtime.transports.delegate.engine_memory import EngineMessage, EngineMessages
 from adaptra.runtime.transports.delegate.engine_pending import EnginePending
 from adaptra.runtime.transports.delegate.rejected import RejectedConnections
+from adaptra.runtime.transports.delegate.room import Room
 from adaptra.runtime.transports.message_format import HEADER_BYTES, Header, flat_bytes
 from adaptra.runtime.transports.pending import PendingOperations, peer_lost
 from adaptra.runtime.transports.pool import Pool
@@ -66,7 +67,7 @@ class DelegateTransport(Transport):
         self.clock_offsets = started.clock_offsets
         self._engine = started.engine
         self._guard = PendingOperations(self.rank, self.world_size)
-        self._pool: Pool[None] = Pool(lambda _: None)
+        self._pool: Pool[Room | None] = Pool(self._make_room)
         self._lock = threading.Lock()
         self._sent: deque[EnginePending] = deque()
         self._messages = EngineMessages(self._engine, self._make_message)
@@ -96,7 +97,7 @@ class DelegateTransport(Transport):
         with self._lock:
             if pending.attempt < self._guard.attempt:
                 return pending  # another thread has begun a later attempt, which fails this receive
-            self._pool.take(source_rank, identity)
+            pending.room = self._pool.take(source_rank, identity)
             pending.source_rank = source_rank
             self._guard.held.add(pending)
             request = self._engine.receive(source_rank, identity.channel, HEADER_BYTES + flat_bytes(identity.specs))
@@ -115,8 +116,8 @@ class DelegateTransport(Transport):
         self._guard.held.remove(pending)
         source_rank, pending.source_rank = pending.source_rank, None
         assert source_rank is not None, "only a received message is released, and once"
-        self._pool.give(source_rank, pending.identity, None)
         self._give_back(pending)
+        self._pool.give(source_rank, pending.identity, pending.room)
 
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
         """See :meth:`Transport.reserve`. Connects to the ranks that will send messages, if not connected yet."""
@@ -257,6 +258,10 @@ class DelegateTransport(Transport):
         """Let the engine fill the slot of a message that is no longer needed."""
         if pending.request is not None:
             self._engine.release(pending.request)
+
+    def _make_room(self, specs: MessageSpec) -> Room | None:
+        """Make the memory of a device for a received message; None where it stays in the engine's."""
+        return None
 
     def _make_message(self, memory: _C.Memory, specs: MessageSpec) -> EngineMessage:
         return EngineMessage(memory, specs)

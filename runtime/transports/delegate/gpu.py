@@ -22,6 +22,7 @@ from adaptra.runtime.transports.delegate.delegate import DelegateTransport
 from adaptra.runtime.transports.delegate.engine import StartedEngine
 from adaptra.runtime.transports.delegate.engine_memory import EngineMessage
 from adaptra.runtime.transports.delegate.engine_pending import EnginePending
+from adaptra.runtime.transports.delegate.room import Room
 from adaptra.runtime.transports.delegate.staging import Staging
 from adaptra.runtime.transports.pending import Completion
 
@@ -44,8 +45,10 @@ class _ReceiveToGpu(EnginePending):
     def wait(self, timeout: float | None = None) -> tuple[Tensor, ...]:
         """See :meth:`Pending.wait`. The present stream waits for the copy, and the host doesn't."""
         tensors = Completion.wait(self, timeout)
-        assert self.copied is not None and self.staging is not None, "what has arrived is being copied"
-        self.staging.hand_over(tensors, self.copied)
+        assert self.copied is not None and self.staging is not None and self.room is not None, (
+            "what has arrived is being copied"
+        )
+        self.staging.hand_over(self.room, self.copied)
         return tensors
 
 
@@ -70,6 +73,9 @@ class GpuDelegateTransport(DelegateTransport):
 
     def _arriving_by(self, identity: Identity) -> EnginePending:
         return EnginePending(identity) if identity.is_for_host else _ReceiveToGpu(identity)
+
+    def _make_room(self, specs: MessageSpec) -> Room:
+        return self._staging.make_room(specs)
 
     def _make_message(self, memory: _C.Memory, specs: MessageSpec) -> EngineMessage:
         self._staging.pin(memory)
@@ -106,11 +112,17 @@ class GpuDelegateTransport(DelegateTransport):
     def _deliver(self, pending: EnginePending, message: EngineMessage) -> tuple[Tensor, ...]:
         if not isinstance(pending, _ReceiveToGpu):
             return super()._deliver(pending, message)
-        pending.staging = self._staging
-        tensors, pending.copied = self._staging.to_device(message)
-        return tensors
+        assert pending.room is not None, "it has one since its receive was posted"
+        pending.room.wait()
+        with self._lock:
+            if pending.attempt < self._guard.attempt:
+                return ()  # a later attempt may give the room to another message
+            pending.staging, pending.copied = self._staging, self._staging.to_device(message, pending.room)
+        return tuple(tensor.detach() for tensor in pending.room.tensors)
 
     def _give_back(self, pending: EnginePending) -> None:
+        if pending.room is not None:
+            self._staging.leave(pending.room)
         if not isinstance(pending, _ReceiveToGpu):
             super()._give_back(pending)
         elif pending.copied is not None:
