@@ -6,7 +6,6 @@ known before a step. It is also known after which message of a channel the next 
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import RECEIVED_BY, RULE, SENT_BY, other_end, peer_stage
+from adaptra.runtime.devices.device_clock import Mark
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.transports.base import PURPOSE_OF, Identity, MessageLayout, Pending, Transport, layout_of
 
@@ -77,6 +77,7 @@ class ProgramMessages:
         transport: Carries the messages.
         monitor: Records waits and messages.
         timeout: Seconds an op waits for a message before the step fails.
+        mark: The present time on this rank's device, as :meth:`adaptra.runtime.devices.device_clock.OpClock.mark`.
         shape: The code of the batch's shape, which both sides of a message compare.
 
     Attributes:
@@ -93,6 +94,7 @@ class ProgramMessages:
         transport: Transport,
         monitor: Monitor,
         timeout: float,
+        mark: Callable[[], Mark],
         shape: int = 0,
     ) -> None:
         order = program.orders[rank]
@@ -103,6 +105,7 @@ class ProgramMessages:
         self._transport = transport
         self._monitor = monitor
         self._timeout = timeout
+        self._mark = mark
         self._shape = shape
         self._step = -1
         self._last_uses = frozenset((Kind.F,) if program.is_forward_only else (Kind.W, Kind.B))
@@ -138,10 +141,10 @@ class ProgramMessages:
             TransportError: It could not be exchanged, or not within the timeout.
         """
         receive = Op(op.stage, RECEIVED_BY[offset], op.microbatch, None, op.replica)
-        asked = time.monotonic()
-        pending, tensors, now = self._arrived(receive)
+        asked = self._mark()
+        pending, tensors, consumed = self._arrived(receive)
         if self._is_at_home(receive):  # other links are not measured as edges of the replica
-            self._monitor.wait(op, now - asked)
+            self._monitor.wait(op, asked, consumed)
             if on_message is not None:
                 on_message(op.stage + offset)
         self._keep(op, pending)
@@ -149,11 +152,11 @@ class ProgramMessages:
             self._transport.stand_by(self._program.rank_of(other_end(receive)), pending.identity, ahead)
         return tensors
 
-    def _arrived(self, receive: Op) -> tuple[Pending, tuple[Tensor, ...], float]:
-        """Wait for a message and record it. Return it, its tensors and the time."""
+    def _arrived(self, receive: Op) -> tuple[Pending, tuple[Tensor, ...], Mark]:
+        """Wait for a message and record it. Return it, its tensors and when the device could use them."""
         pending, sent = self._receives.pop(receive), other_end(receive)
         tensors = pending.wait(self._timeout)
-        now = time.monotonic()
+        consumed = self._mark()
         self._monitor.message(
             sent.kind,
             sent.stage,
@@ -163,10 +166,10 @@ class ProgramMessages:
             pending.sent_at,
             pending.departed_at,
             pending.arrived_at,
-            now,
+            consumed,
             None if self._is_at_home(receive) else sent.replica,
         )
-        return pending, tensors, now
+        return pending, tensors, consumed
 
     def _is_at_home(self, receive: Op) -> bool:
         """Return whether a message goes between two workers of its microbatch's replica, as all do in one pipeline."""
