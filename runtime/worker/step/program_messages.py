@@ -71,10 +71,9 @@ class ProgramMessages:
 
     Args:
         program: A lowered program.
-        rank: This rank.
         shapes: The messages of every stage of the pipeline, by stage index.
         batch: The tensors of a microbatch's inputs, targets and results.
-        transport: Carries the messages.
+        transport: Carries the messages of its rank.
         monitor: Records waits and messages.
         timeout: Seconds an op waits for a message before the step fails.
         mark: The present time on this rank's device, as :meth:`adaptra.runtime.devices.device_clock.OpClock.mark`.
@@ -88,7 +87,6 @@ class ProgramMessages:
     def __init__(
         self,
         program: Program,
-        rank: int,
         shapes: Sequence[MessageShapes],
         batch: BatchShapes,
         transport: Transport,
@@ -97,9 +95,8 @@ class ProgramMessages:
         mark: Callable[[], Mark],
         shape: int = 0,
     ) -> None:
-        order = program.orders[rank]
+        order = program.orders[transport.rank]
         self._program = program
-        self._rank = rank
         self._shapes = shapes
         self._batch = batch
         self._transport = transport
@@ -176,7 +173,9 @@ class ProgramMessages:
         if self._program.is_one_pipeline:
             return True
         home_of = self._program.routing.replica_of
-        return all(home_of(worker) == receive.replica for worker in (self._rank, self._program.rank_of(other_end(receive))))
+        return all(
+            home_of(worker) == receive.replica for worker in (self._transport.rank, self._program.rank_of(other_end(receive)))
+        )
 
     def take_if_sent(self, kind: Kind, op: Op) -> tuple[Tensor, ...] | None:
         """Wait for what a RECV of this kind brings for a compute op, or return None if its program has no such RECV.
@@ -281,7 +280,7 @@ class ProgramMessages:
                 if offset == 0 or not 0 <= op.stage + offset < self._program.stages:
                     continue
                 receive = Op(op.stage, RECEIVED_BY[offset], op.microbatch, None, op.replica)
-                if self._program.rank_of(other_end(receive)) != self._rank:
+                if self._program.rank_of(other_end(receive)) != self._transport.rank:
                     yield receive
 
     def _channel_of(self, receive: Op) -> tuple[int, Kind]:
