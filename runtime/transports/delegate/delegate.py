@@ -33,10 +33,10 @@ from adaptra.runtime.transports.delegate.engine import StartedEngine
 from adaptra.runtime.transports.delegate.engine_memory import EngineMessage, EngineMessages
 from adaptra.runtime.transports.delegate.engine_pending import EnginePending
 from adaptra.runtime.transports.delegate.rejected import RejectedConnections
-from adaptra.runtime.transports.delegate.room import Room
 from adaptra.runtime.transports.message_format import HEADER_BYTES, Header, flat_bytes
 from adaptra.runtime.transports.pending import PendingOperations, peer_lost
 from adaptra.runtime.transports.pool import Pool
+from adaptra.runtime.transports.staging.room import Room
 from adaptra.runtime.world.world import Attempt
 
 # Slots are granted when the program reserves them, so a message travels whether its receive is posted or not.

@@ -11,8 +11,8 @@ from adaptra import _C
 from adaptra.errors import TransportError
 from adaptra.runtime.transports.base import Identity, now
 from adaptra.runtime.transports.delegate.engine_memory import EngineMessage
-from adaptra.runtime.transports.delegate.room import Room
 from adaptra.runtime.transports.pending import Completion, wait_for
+from adaptra.runtime.transports.staging.room import Room
 
 
 class EnginePending(Completion):

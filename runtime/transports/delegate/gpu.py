@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -22,9 +23,9 @@ from adaptra.runtime.transports.delegate.delegate import DelegateTransport
 from adaptra.runtime.transports.delegate.engine import StartedEngine
 from adaptra.runtime.transports.delegate.engine_memory import EngineMessage
 from adaptra.runtime.transports.delegate.engine_pending import EnginePending
-from adaptra.runtime.transports.delegate.room import Room
-from adaptra.runtime.transports.delegate.staging import Staging
 from adaptra.runtime.transports.pending import Completion
+from adaptra.runtime.transports.staging.room import Room
+from adaptra.runtime.transports.staging.staging import Staging
 
 _JOIN_SECONDS: Final = 5.0
 
@@ -35,7 +36,6 @@ class _ReceiveToGpu(EnginePending):
     def __init__(self, identity: Identity) -> None:
         super().__init__(identity)
         self.copied: torch.cuda.Event | None = None
-        self.staging: Staging | None = None
 
     @property
     def done(self) -> bool:
@@ -44,12 +44,7 @@ class _ReceiveToGpu(EnginePending):
 
     def wait(self, timeout: float | None = None) -> tuple[Tensor, ...]:
         """See :meth:`Pending.wait`. The present stream waits for the copy, and the host doesn't."""
-        tensors = Completion.wait(self, timeout)
-        assert self.copied is not None and self.staging is not None and self.room is not None, (
-            "what has arrived is being copied"
-        )
-        self.staging.hand_over(self.room, self.copied)
-        return tensors
+        return Completion.wait(self, timeout)
 
 
 class GpuDelegateTransport(DelegateTransport):
@@ -117,7 +112,8 @@ class GpuDelegateTransport(DelegateTransport):
         with self._lock:
             if pending.attempt < self._guard.attempt:
                 return ()  # a later attempt may give the room to another message
-            pending.staging, pending.copied = self._staging, self._staging.to_device(message, pending.room)
+            pending.copied = self._staging.to_device(message, pending.room)
+        pending.use = partial(self._staging.hand_over, pending.room, pending.copied)
         return tuple(tensor.detach() for tensor in pending.room.tensors)
 
     def _give_back(self, pending: EnginePending) -> None:

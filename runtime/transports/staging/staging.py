@@ -17,7 +17,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
@@ -26,12 +26,25 @@ from adaptra import _C
 from adaptra.errors import LaunchError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.runtime.devices import pack
-from adaptra.runtime.transports.delegate.engine_memory import EngineMessage
-from adaptra.runtime.transports.delegate.room import Room, recorded
+from adaptra.runtime.transports.staging.room import Room, recorded
 
 logger = logging.getLogger(__name__)
 
 _JOIN_SECONDS: Final = 5.0
+
+
+class HostMessage(Protocol):
+    """A message in pinned host memory.
+
+    Attributes:
+        specs: One per tensor.
+        flat: All tensors, (bytes,) uint8.
+        views: The tensors as they travel, views of ``flat``.
+    """
+
+    specs: MessageSpec
+    flat: Tensor
+    views: list[Tensor]
 
 
 class Staging:
@@ -67,7 +80,7 @@ class Staging:
                 raise LaunchError(f"CUDA can't register {len(memory)} bytes of host memory: error {status}")
             self._pinned[memory.address] = memory
 
-    def to_host(self, message: EngineMessage, tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
+    def to_host(self, message: HostMessage, tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
         """Start to copy ``tensors`` into a message in pinned memory.
 
         Returns:
@@ -97,7 +110,7 @@ class Staging:
         """Allocate device memory for a received message."""
         return Room(specs, self._device, self._arrivals.stream)
 
-    def to_device(self, message: EngineMessage, room: Room) -> torch.cuda.Event:
+    def to_device(self, message: HostMessage, room: Room) -> torch.cuda.Event:
         """Start to copy a message to its room, which :meth:`.room.Room.wait` has found free.
 
         Returns:
