@@ -119,7 +119,7 @@ PURPOSE_OF: Final = {
 }
 """The purpose of the message that an op sends."""
 
-_FOR_HOST: Final = frozenset((Purpose.PROBE, Purpose.RATE_PROBE, Purpose.GRADIENT_NORM))
+_FOR_HOST: Final = frozenset((Purpose.PROBE, Purpose.GRADIENT_NORM))
 
 _SENT_BY: Final = {purpose: kind for kind, purpose in PURPOSE_OF.items()}
 _OF_EACH_MICROBATCH: Final = frozenset(
