@@ -38,6 +38,7 @@ def ends(machine: Machine) -> Iterator[list[Any]]:
     yield made
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda one: one.close(), made))
+    torch.cuda.set_device(0)
     assert not machine.detector.reports, [*map(str, machine.detector.reports)]
 
 
