@@ -92,7 +92,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
             with _progress(launched) as progress:
                 with generators_kept():
                     planned = _compile(request, spec, args, targets, kwargs, progress, empty_on)
-                    look = _check_mean(request, planned, launched, args, pytree.tree_map_only(Tensor, copy_of, targets), kwargs)
+                    look = _check_mean(request, planned, launched, device, args, targets, kwargs)
                 _refuse_hooked_copies(request.whole_model, planned.compiled.copied(request.placed))
                 refuse_shared_memory(
                     request.whole_model, planned.compiled, request.placed, launched, is_empty=empty_on is not None
@@ -225,6 +225,7 @@ def _check_mean(
     request: CompileArguments,
     planned: PlannedPipeline,
     launched: Launch,
+    device: torch.device,
     args: tuple[Any, ...],
     targets: Any,
     kwargs: Mapping[str, Any],
@@ -235,6 +236,7 @@ def _check_mean(
     """
     if Reduction(request.reduction) is not Reduction.MEAN or not request.with_loss:
         return None
+    targets = pytree.tree_map_only(Tensor, copy_of, targets)
     given = args, targets, dict(kwargs)
     compiled = planned.compiled
     example = example_microbatch(given, request.microbatches, "example_inputs")
@@ -245,13 +247,13 @@ def _check_mean(
     text, unequal = None, None
     with kept_with_values(request.whole_model, request.loss):
         if request.loss is not None and not _is_one(request, launched):
-            refuse_sum(request.loss, compiled, example[1], rows)
+            refuse_sum(request.loss, compiled, example[1], rows, device)
         if has_values:
             weights = example_weights(compiled, split_rows([*flat[0], *flat[1]], (rows,) * request.microbatches))
             unequal = next((one for one in weights if not one.are_alike), None)
         if has_values and _is_first(launched):
             text = rows_together(request.whole_model, request.loss, compiled, *flat, request.microbatches)
-            text = text or unequal_weights(request.loss, compiled, targets, request.microbatches, rows)
+            text = text or unequal_weights(request.loss, compiled, targets, request.microbatches, rows, device)
     if text is None and unequal is not None:
         text = f"reduction='mean': microbatches of the example {unequal}, {UNEQUAL}"
     if text is not None:

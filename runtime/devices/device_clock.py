@@ -52,14 +52,14 @@ class OpClock:
 
     def read(self, marks: Sequence[Mark]) -> list[float]:
         """Return the seconds of marks, in their order, once the device has passed them. They must not be used again."""
-        events = [mark for mark in marks if isinstance(mark, torch.cuda.Event)]
+        events = list(dict.fromkeys(mark for mark in marks if isinstance(mark, torch.cuda.Event)))
         if not events:
             return [mark for mark in marks if not isinstance(mark, torch.cuda.Event)]
         present = self.mark()
         assert isinstance(present, torch.cuda.Event), "the clock of a GPU marks by events"
-        found = iter(seconds_of(events, present))
+        seconds = dict(zip(events, seconds_of(events, present), strict=True))
         self._free += [*events, present]
-        return [next(found) if isinstance(mark, torch.cuda.Event) else mark for mark in marks]
+        return [seconds[mark] if isinstance(mark, torch.cuda.Event) else mark for mark in marks]
 
 
 def seconds_of(events: Sequence[E], present: E) -> list[float]:

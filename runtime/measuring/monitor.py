@@ -191,7 +191,7 @@ class Monitor:
         rank: This rank.
         placement: ``placement[stage]`` is the stage's rank.
         keep: The number of steps whose raw records are kept.
-        read: Converts the marks given to :meth:`op` to seconds, as :meth:`adaptra.runtime.devices.device_clock.OpClock.read`.
+        read: Converts the marks of the rank's clock to seconds, as :meth:`adaptra.runtime.devices.device_clock.OpClock.read`.
     """
 
     def __init__(
@@ -206,8 +206,8 @@ class Monitor:
         self._own = stages_of(rank, placement)
         self._kept: deque[StepRecords] = deque(maxlen=keep)
         self._ops: list[tuple[Op, Any, Any]] = []
-        self._messages: list[tuple[Kind, int, int, int, int, float, float, float, float, int | None]] = []
-        self._waits: list[tuple[Op, float]] = []
+        self._messages: list[tuple[Kind, int, int, int, int, float, float, float, Any, int | None]] = []
+        self._waits: list[tuple[Op, Any, Any]] = []
         self._probes: dict[tuple[int, int], tuple[float, float]] = {}
         self._rates: dict[tuple[int, int], EdgeEstimate] = {}
         self._occupancies: dict[tuple[int, int], float] = {}
@@ -259,18 +259,18 @@ class Monitor:
         sent_at: float,
         departed_at: float,
         arrived_at: float,
-        consumed_at: float,
+        consumed: Any,
         replica: int | None = None,
     ) -> None:
-        """Record that a message arrived; see :class:`MessageRecord`."""
-        instants = (sent_at, departed_at, arrived_at, consumed_at)
+        """Record that a message arrived; see :class:`MessageRecord`. ``consumed`` is a mark of the rank's clock."""
+        instants = (sent_at, departed_at, arrived_at, consumed)
         self._messages.append((kind, source, destination, microbatch, nbytes, *instants, replica))
         if not self._ops:
             self._first.needs((source, destination) if replica is None else None, sent_at, departed_at, arrived_at)
 
-    def wait(self, op: Op, seconds: float) -> None:
-        """Record the seconds that a compute op waited for its message."""
-        self._waits.append((op, seconds))
+    def wait(self, op: Op, start: Any, end: Any) -> None:
+        """Record that a compute op waited for its message between two marks of the rank's clock."""
+        self._waits.append((op, start, end))
 
     def probe(self, source: int, destination: int, departed_at: float, arrived_at: float) -> None:
         """Record a probe: a message of a few bytes that crossed an edge only to be timed."""
@@ -294,8 +294,8 @@ class Monitor:
         REDUCE of the step before is condensed with it, as only now its delay is known. ``shape`` is the code of the batch's
         shape: a large message after a small one has not stalled.
         """
-        records, ready = self._finished(step, start, end)
-        edges = self._measure_edges(records, shape)
+        records, ready, waits = self._finished(step, start, end)
+        edges = self._measure_edges(records, waits, shape)
         reduce, update = self._measure_reduce(records, ready, edges), self._measure_update(records, ready)
         self.begin_step()
         has_met, self._between = self._between.has_met, _Between(is_nothing=True)
@@ -314,18 +314,20 @@ class Monitor:
         """Return the records since :meth:`begin_step`, as those of a step that broke off at ``end``."""
         return self._finished(step, start, end)[0]
 
-    def _finished(self, step: int, start: float, end: float) -> tuple[StepRecords, float]:
-        """Return the records since :meth:`begin_step`, and when the rank was ready for its first op."""
+    def _finished(self, step: int, start: float, end: float) -> tuple[StepRecords, float, list[tuple[Op, float]]]:
+        """Return the records since :meth:`begin_step`, when the rank was ready for its first op, and the seconds of waits."""
         begun = [] if self._first.ready is None else [self._first.ready]
         reducing = [] if self._reduce is None else self._reduce[:2]
-        marks = iter(self._read([*begun, *(mark for _, *marks in self._ops for mark in marks), *reducing]))
+        spans = [mark for _, *marks in (*self._ops, *self._waits) for mark in marks]
+        marks = iter(self._read([*begun, *spans, *(message[8] for message in self._messages), *reducing]))
         ready = next(marks) if begun else start
         ops = tuple(OpRecord(op, next(marks), next(marks)) for op, *_ in self._ops)
+        waits = [(op, -next(marks) + next(marks)) for op, *_ in self._waits]
+        messages = tuple(MessageRecord(*one[:8], next(marks), one[9]) for one in self._messages)
         reduce = None if self._reduce is None else ReduceRecord(next(marks), next(marks), self._reduce[2])
-        messages = tuple(map(MessageRecord._make, self._messages))
         # A GPU may finish an op or the sum after the host has ended the step.
         latest = max((*(op.end for op in ops), *(() if reduce is None else (reduce.end,))), default=end)
-        return StepRecords(self._rank, step, start, max(end, latest), ops, messages, reduce), ready
+        return StepRecords(self._rank, step, start, max(end, latest), ops, messages, reduce), ready, waits
 
     def records(self, step: int) -> StepRecords:
         """Return the records of a step.
@@ -384,13 +386,15 @@ class Monitor:
             self._stalling.popitem(last=False)
         return tracker
 
-    def _measure_edges(self, records: StepRecords, shape: int) -> tuple[EdgeMeasurement, ...]:
+    def _measure_edges(
+        self, records: StepRecords, waits: Sequence[tuple[Op, float]], shape: int
+    ) -> tuple[EdgeMeasurement, ...]:
         messages: dict[tuple[int, int], list[MessageRecord]] = {}
         for message in sorted(records.messages, key=lambda message: message.sent_at):
             if message.replica is None:  # other links are not edges of this replica
                 messages.setdefault((message.source, message.destination), []).append(message)
         waiting = dict.fromkeys(messages, 0.0)
-        for op, seconds in self._waits:
+        for op, seconds in waits:
             edge = (op.stage - 1 if op.kind is Kind.F else op.stage + 1, op.stage)
             waiting[edge] = waiting.get(edge, 0.0) + seconds
         measurements: list[EdgeMeasurement] = []

@@ -2,13 +2,15 @@
 
 torch takes the norm of each parameter's gradient, and then the norm of those norms, in the order of the parameters. So the
 ranks exchange the norms of their parameters' gradients. Each sends them to every other at once, so that a slow link adds only
-its latency. Every rank then sorts them in the model's order and gets the same number. The ranks exchange in the same way
-whether any of them found a gradient that is not finite.
+its latency. Every rank then sorts them in the model's order and gets the same number, on its device, by torch's own functions.
+The host never waits for a GPU: which parameters have gradients is known to it beside their norms. The ranks exchange in the
+same way whether any of them found a gradient that is not finite.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Final
 
 import torch
@@ -19,8 +21,8 @@ from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.runtime.transports.base import Identity, Purpose, Transport
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_ABSENT: Final = -1.0
-"""Stands for the norm of a parameter without gradient: norms are never negative."""
+_ABSENT: Final = 255
+"""Stands for the precision of a parameter's norm that has no gradient."""
 _FLAG: Final = (TensorSpec((1,), torch.float32),)
 
 
@@ -33,6 +35,7 @@ class GradientNorms:
         compiled: All stages; a parameter that several use counts at its owner.
         placement: ``placement[stage]`` is the stage's rank.
         transport: Carries the messages.
+        device: The device of the parameters, and of the norm.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class GradientNorms:
         compiled: CompiledStages,
         placement: Sequence[int],
         transport: Transport,
+        device: torch.device,
     ) -> None:
         self._rank = rank
         self._placement = placement
@@ -52,6 +56,7 @@ class GradientNorms:
             tuple(name for stage, names in enumerate(counted) if placement[stage] == each for name in names)
             for each in range(len(set(placement)))
         ]
+        self._device = device
         self._order = tuple(dict.fromkeys(compiled.aliases.values()))
         self._transport = transport
 
@@ -70,15 +75,34 @@ class GradientNorms:
         Raises:
             TransportError: Norms could not be exchanged.
         """
+        own = self._own(norm_type)
+        tables = {self._rank: own} | self._exchange(step, own, self._spec, timeout)
+        held = [
+            (name, code)
+            for rank, (_, codes) in sorted(tables.items())
+            for name, code in zip(self._counted[rank], codes.tolist(), strict=True)
+        ]
+        places = {name: place for place, (name, code) in enumerate(held) if code != _ABSENT}
+        if not places:
+            return torch.zeros((), device=self._device)
+        order = torch.tensor([places[name] for name in self._order if name in places])
+        norms = torch.cat([_on(self._device, norms) for _, (norms, _) in sorted(tables.items())])
+        dtype = reduce(torch.promote_types, {_DTYPES[code] for _, code in held if code != _ABSENT})
+        return torch.linalg.vector_norm(norms[_on(self._device, order)].to(dtype), norm_type)
+
+    def _own(self, norm_type: float) -> tuple[Tensor, Tensor]:
+        """Return the norms of this rank's gradients on its device, and on the host the codes of their precisions."""
         gradients = [self._trainable[name].grad for name in self._counted[self._rank]]
-        own = [None if one is None else torch.linalg.vector_norm(one.detach(), norm_type) for one in gradients]
-        rows = [(_ABSENT, 0.0) if one is None else (one.item(), float(_DTYPES.index(one.dtype))) for one in own]
-        table = torch.tensor(rows, dtype=torch.float64).reshape(-1, 2)
-        norms = _named(self._counted[self._rank], table)
-        for other, arrived in self._exchange(step, table, self._spec, timeout).items():
-            norms |= _named(self._counted[other], arrived)
-        ordered = [norms[name] for name in self._order if name in norms]
-        return torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.tensor(0.0)
+        present = [(place, one.detach()) for place, one in enumerate(gradients) if one is not None]
+        codes = torch.full((len(gradients),), _ABSENT, dtype=torch.uint8)
+        norms = [torch.zeros((), dtype=torch.float64, device=self._device)] * len(gradients)
+        for dtype in dict.fromkeys(one.dtype for _, one in present):
+            places = [place for place, one in present if one.dtype == dtype]
+            alike = [one for _, one in present if one.dtype == dtype]
+            found = torch._foreach_norm(alike, norm_type)  # pyright: ignore[reportPrivateUsage] - torch clips by it too
+            for place, norm in zip(places, found, strict=True):
+                norms[place], codes[place] = norm, _DTYPES.index(norm.dtype)
+        return torch.stack(norms).double() if norms else torch.zeros(0, dtype=torch.float64, device=self._device), codes
 
     def found_anywhere(self, step: int, has_property: bool, timeout: float) -> bool:
         """Return True if ``has_property`` is true on any rank; every rank calls it after the same step.
@@ -91,11 +115,16 @@ class GradientNorms:
         Raises:
             TransportError: The answers could not be exchanged.
         """
-        answers = self._exchange(step, torch.tensor([float(has_property)]), lambda _: _FLAG, timeout)
-        return has_property or any(bool(one) for one in answers.values())
+        answers = self._exchange(step, (torch.tensor([float(has_property)]),), lambda _: _FLAG, timeout)
+        return has_property or any(bool(one) for (one,) in answers.values())
 
-    def _exchange(self, step: int, own: Tensor, spec_of: Callable[[int], MessageSpec], timeout: float) -> dict[int, Tensor]:
-        """Send this rank's tensor to every other rank and return theirs; ``spec_of`` gives the form of each rank's tensor."""
+    def _exchange(
+        self, step: int, own: tuple[Tensor, ...], spec_of: Callable[[int], MessageSpec], timeout: float
+    ) -> dict[int, tuple[Tensor, ...]]:
+        """Send this rank's tensors to every other rank and return theirs, on the host.
+
+        ``spec_of`` gives the form of each rank's tensors.
+        """
 
         def identity(source: int, destination: int) -> Identity:
             ends = self._placement.index(source), self._placement.index(destination)
@@ -103,10 +132,10 @@ class GradientNorms:
 
         awaited = {other: self._transport.receive(other, identity(other, self._rank)) for other in self._others()}
         for other in awaited:
-            self._transport.send(other, identity(self._rank, other), (own,))
-        arrived: dict[int, Tensor] = {}
+            self._transport.send(other, identity(self._rank, other), own)
+        arrived: dict[int, tuple[Tensor, ...]] = {}
         for other, pending in awaited.items():
-            arrived[other] = pending.wait(timeout)[0].clone()
+            arrived[other] = tuple(one.clone() for one in pending.wait(timeout))
             self._transport.release(pending)
         return arrived
 
@@ -114,10 +143,12 @@ class GradientNorms:
         return [rank for rank in range(len(self._counted)) if rank != self._rank]
 
     def _spec(self, rank: int) -> MessageSpec:
-        return (TensorSpec((len(self._counted[rank]), 2), torch.float64),)
+        count = len(self._counted[rank])
+        return TensorSpec((count,), torch.float64), TensorSpec((count,), torch.uint8)
 
 
-def _named(names: Sequence[str], table: Tensor) -> dict[str, Tensor]:
-    """Return the norms of those parameters that have gradients, each in its parameter's precision."""
-    rows = zip(names, table.tolist(), strict=True)
-    return {name: torch.tensor(norm, dtype=_DTYPES[int(index)]) for name, (norm, index) in rows if norm != _ABSENT}
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    """Return a tensor on a device. The host does not wait for the copy."""
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

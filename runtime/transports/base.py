@@ -119,6 +119,8 @@ PURPOSE_OF: Final = {
 }
 """The purpose of the message that an op sends."""
 
+_FOR_HOST: Final = frozenset((Purpose.PROBE, Purpose.GRADIENT_NORM))
+
 _SENT_BY: Final = {purpose: kind for kind, purpose in PURPOSE_OF.items()}
 _OF_EACH_MICROBATCH: Final = frozenset(
     (
@@ -178,6 +180,11 @@ class Identity:
             case Purpose.BUFFERS | Purpose.RANK_GRADIENTS | Purpose.RANK_SUMS | Purpose.RATE_PROBE:
                 # Between ranks with several stages, activations go both ways.
                 return ChannelClass.BULK
+
+    @property
+    def is_for_host(self) -> bool:
+        """Whether the receiver's host reads the message, so that its tensors stay in host memory on every transport."""
+        return self.purpose in _FOR_HOST
 
     @property
     def op(self) -> str:

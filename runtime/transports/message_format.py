@@ -28,6 +28,7 @@ The header is :data:`HEADER_BYTES` long, little-endian::
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import math
 import struct
@@ -57,8 +58,11 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _shared_memory(size: int) -> tuple[memoryview, Tensor]:
+def _shared_memory(size: int, *, is_pinned: bool) -> tuple[memoryview, Tensor]:
     """Allocate aligned host memory, and return it as bytes and as a uint8 tensor."""
+    if is_pinned:
+        pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return memoryview((ctypes.c_ubyte * size).from_address(pinned.data_ptr())).cast("B"), pinned
     memory = bytearray(size + ALIGNMENT)
     skipped = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % ALIGNMENT
     return memoryview(memory)[skipped : skipped + size], torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=skipped)
@@ -170,31 +174,44 @@ def views_of(flat: Tensor, specs: MessageSpec) -> list[Tensor]:
 class MessageBuffer:
     """The memory of one message of given specs, with the views of its tensors.
 
+    Args:
+        specs: One per tensor.
+        device: The device of the wire.
+        is_pinned: Whether a GPU copies to and from the memory, which is the host's.
+
     Attributes:
+        specs: One per tensor.
         first: The first part, (HEADER_BYTES + INLINE_BYTES,) uint8 on the wire's device: the header, and small tensors.
         rest: The tensors, uint8 on the wire's device, if they are too large for the first part; else None.
+        flat: All tensors, (bytes,) uint8, a view of either part.
+        views: The tensors as they travel, views of ``flat``.
     """
 
-    def __init__(self, specs: MessageSpec, device: torch.device) -> None:
-        self._specs = specs
+    def __init__(self, specs: MessageSpec, device: torch.device, *, is_pinned: bool = False) -> None:
+        self.specs = specs
         self._rule = Header(specs)
-        self._header, self._header_tensor = _shared_memory(HEADER_BYTES + INLINE_BYTES)
+        self._header, self._header_tensor = _shared_memory(HEADER_BYTES + INLINE_BYTES, is_pinned=is_pinned)
         is_host = device.type == "cpu"
         self.first = self._header_tensor if is_host else torch.empty_like(self._header_tensor, device=device)
         total = flat_bytes(specs)
-        self.rest = torch.empty(total, dtype=torch.uint8, device=device) if total > INLINE_BYTES else None
-        self._views = views_of(self.first[HEADER_BYTES:] if self.rest is None else self.rest, specs)
+        is_large = total > INLINE_BYTES
+        self.rest = torch.empty(total, dtype=torch.uint8, device=device, pin_memory=is_pinned) if is_large else None
+        self.flat = self.first[HEADER_BYTES : HEADER_BYTES + total] if self.rest is None else self.rest
+        self.views = views_of(self.flat, specs)
 
     @property
     def tag(self) -> int:
         """A tag for the second part that only messages of the same layout share; never 0, the first part's."""
         return self._rule.tag
 
-    def pack(self, identity: Identity, attempt: Attempt, tensors: Sequence[Tensor], sent_at: float | None) -> None:
-        """Fill the buffer with a message, sent when its tensors have been copied if ``sent_at`` is None."""
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Copy a message's tensors into the buffer."""
         with torch.no_grad():
-            for view, tensor in zip(self._views, tensors, strict=True):
+            for view, tensor in zip(self.views, tensors, strict=True):
                 view.copy_(tensor)
+
+    def seal(self, identity: Identity, attempt: Attempt, sent_at: float | None) -> None:
+        """Write the header of the message whose tensors are in the buffer; it is sent now if ``sent_at`` is None."""
         self._rule.pack_into(self._header, identity, attempt, now() if sent_at is None else sent_at)
         if self.first is not self._header_tensor:
             self.first[:HEADER_BYTES].copy_(self._header_tensor[:HEADER_BYTES])
@@ -214,4 +231,4 @@ class MessageBuffer:
 
     def tensors(self, device: torch.device) -> tuple[Tensor, ...]:
         """Return the tensors of a received message on ``device``: views of this buffer if neither device nor dtype changes."""
-        return tuple(view.detach().to(device).to(spec.dtype) for view, spec in zip(self._views, self._specs, strict=True))
+        return tuple(view.detach().to(device).to(spec.dtype) for view, spec in zip(self.views, self.specs, strict=True))

@@ -28,6 +28,7 @@ class Completion(Pending):
 
     Attributes:
         attempt: The attempt in which it was posted.
+        use: Called by the thread that waits before it gets the tensors of a message that has arrived.
     """
 
     def __init__(self, identity: Identity) -> None:
@@ -36,6 +37,7 @@ class Completion(Pending):
         self.sent_at = 0.0
         self.departed_at = 0.0
         self.arrived_at = 0.0
+        self.use: Callable[[], None] | None = None
         self._tensors: tuple[Tensor, ...] = ()
         self._error: Exception | None = None
         self._lock = threading.Lock()
@@ -78,6 +80,8 @@ class Completion(Pending):
             raise TransportError(f"{self.identity}: not exchanged within {timeout} s")
         if self._error is not None:
             raise self._error
+        if self.use is not None:
+            self.use()
         return self._tensors
 
 

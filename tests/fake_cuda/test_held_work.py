@@ -172,3 +172,19 @@ def test_a_kernel_that_fails_late_is_reported_at_the_next_wait(machine: Machine)
     gate.release()
     with pytest.raises(RuntimeError, match=r"CUDA error in a kernel launched before: .*index out of range"):
         torch.cuda.synchronize()
+
+
+def test_values_that_are_read_later_are_those_of_their_time_and_nobody_waits_for_them(machine: Machine) -> None:
+    import torch
+
+    from adaptra.runtime.devices.read_later import ReadLater
+
+    counted = torch.zeros(4, device="cuda")
+    gate = machine.hold()
+    counted += 1
+    read = ReadLater(counted)
+    counted += 1
+    assert not read.is_there and not machine.syncs
+    gate.release()
+    assert read.wait().tolist() == [1.0] * 4 and read.is_there
+    assert not machine.detector.reports, [*map(str, machine.detector.reports)]

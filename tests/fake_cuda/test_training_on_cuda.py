@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
@@ -53,3 +54,22 @@ def test_a_pipeline_trains_on_the_device_as_on_the_cpu(machine: Machine, loss: A
         pipe.close()
     assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
     assert not machine.detector.reports, [*map(str, machine.detector.reports)]
+
+
+@pytest.mark.parametrize("is_sum", [False, True], ids=["mean", "sum"])
+def test_a_loss_with_class_weights_on_the_device_is_checked_as_on_the_cpu(machine: Machine, is_sum: bool) -> None:
+    import torch
+    from torch import nn
+
+    import adaptra
+    from adaptra.errors import CaptureError
+
+    weights = torch.rand(5).cuda()
+
+    def loss(outputs: Any, targets: Any) -> Any:
+        return nn.functional.cross_entropy(outputs, targets, weights, reduction="sum" if is_sum else "mean")
+
+    example = torch.randn(8, 8), torch.randint(0, 5, (8,))
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 5)).cuda()
+    with pytest.raises(CaptureError, match="looks like a sum") if is_sum else nullcontext():
+        adaptra.compile(model, stages=2, microbatches=2, example_inputs=example, loss=loss).close()

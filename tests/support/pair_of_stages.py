@@ -114,7 +114,7 @@ def routed_executor(
     """A rank's executor, whose stages are those of several replicas, with its transport's buffers reserved."""
     monitor = monitor or Monitor(rank, program.placement)
     batch_shapes = BatchShapes(SPEC, SPEC, SPEC)
-    messages = ProgramMessages(program, rank, [shapes] * program.stages, batch_shapes, transport, monitor, timeout)
+    messages = ProgramMessages(program, [shapes] * program.stages, batch_shapes, transport, monitor, timeout, time.monotonic)
     executor = Executor(program, rank, stages, messages, Pacing(None, ()), monitor, time.monotonic)
     transport.reserve(executor.receive_counts)
     return executor

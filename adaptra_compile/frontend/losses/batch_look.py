@@ -13,6 +13,7 @@ from torch import Tensor
 from adaptra.frontend.losses.label_weights import LabelPlaces, WeightGraph, Weights, weights_of
 from adaptra.frontend.shapes.shapes import ShapedBatch
 from adaptra.graph import CompiledStages
+from adaptra.runtime.devices.read_later import ReadLater
 from adaptra.runtime.worker.stages.loss_reduction import UNEQUAL
 
 logger = logging.getLogger(__name__)
@@ -27,12 +28,12 @@ _MOST_SHAPES: Final = 128
 class _Counted:
     """What was counted of a batch: a value for each row or for each microbatch, which may not be computed yet."""
 
-    values: Tensor
+    values: ReadLater
     rows: tuple[int, ...]
     counts_labels: bool
 
     def weights(self) -> Weights:
-        values = self.values
+        values = self.values.wait()
         if len(values) != len(self.rows):
             values = torch.stack([one.sum() for one in values.split(list(self.rows))])
         return Weights(tuple(float(one) for one in values.tolist()), self.rows, self.counts_labels)
@@ -41,7 +42,7 @@ class _Counted:
 class BatchLook:
     """Looks at batches until one has microbatches of unequal weights, and then warns once.
 
-    Counts on another device than the CPU are read one step later, so that no step waits for them.
+    Counts on a GPU are read in a later step, once they have arrived, so that no step waits for them.
 
     Args:
         compiled: The stages of the first shape, which say how many inputs a batch has.
@@ -63,7 +64,8 @@ class BatchLook:
         if self._done:
             return
         try:
-            self._read(self._counted(batch))
+            self._waiting += self._counted(batch)
+            self._read()
         except Exception as error:  # a look is no reason to end a step
             logger.debug("batches are not looked at: %s", error)
             self._done = True
@@ -81,13 +83,11 @@ class BatchLook:
         targets: Sequence[Sequence[Any]] = batch.targets or ((),) * count
         microbatches = [(*one, *other) for one, other in zip(inputs, targets, strict=True)]
         self._seen += 1
-        counted = [one for part in parts if (one := _count(part, microbatches, self._seen)) is not None]
-        if counted and counted[0].values.device.type == "cpu":
-            return counted
-        waiting, self._waiting = self._waiting, counted
-        return waiting
+        return [one for part in parts if (one := _count(part, microbatches, self._seen)) is not None]
 
-    def _read(self, counted: Sequence[_Counted]) -> None:
+    def _read(self) -> None:
+        counted = [one for one in self._waiting if one.values.is_there]
+        self._waiting = [one for one in self._waiting if one not in counted]
         unequal = next((one for one in (each.weights() for each in counted) if not one.are_alike), None)
         if unequal is not None:
             self._done = True
@@ -111,11 +111,12 @@ def _count(part: LabelPlaces | WeightGraph, microbatches: Sequence[tuple[Any, ..
         return None
     rows = tuple(next((one[index].shape[0] for index in wanted if one[index].dim()), 1) for one in microbatches)
     if isinstance(part, LabelPlaces):
-        return _Counted(part.of(microbatches), rows, counts_labels=True)
+        return _Counted(ReadLater(part.of(microbatches)), rows, counts_labels=True)
     alike = [one for one, size in zip(microbatches, rows, strict=True) if size == rows[0]]  # the graph is of this size
     if len(alike) < 2:
         return None
-    return _Counted(torch.stack([part.of(one).reshape(()) for one in alike]), rows[: len(alike)], part.counts_labels)
+    values = torch.stack([part.of(one).reshape(()) for one in alike])
+    return _Counted(ReadLater(values), rows[: len(alike)], part.counts_labels)
 
 
 def example_weights(compiled: CompiledStages, microbatches: Sequence[tuple[Tensor, ...]]) -> list[Weights]:

@@ -39,6 +39,7 @@ from adaptra.runtime.transports.base import (
     now,
 )
 from adaptra.runtime.transports.c10d.communicators import Communicators
+from adaptra.runtime.transports.c10d.device_copies import DeviceCopies
 from adaptra.runtime.transports.c10d.preposted import FIRST_TAG, PrepostedReceives
 from adaptra.runtime.transports.message_format import HEADER_BYTES, MessageBuffer, arrival
 from adaptra.runtime.transports.pending import Completion, PendingOperations, peer_lost
@@ -95,16 +96,17 @@ class C10dTransport(Transport):
     """
 
     def __init__(self, members: Members | None = None, device: torch.device | str = "cpu", backend: str | None = None) -> None:
-        self._device = torch.device(device)
-        backend = backend or ("nccl" if self._device.type == "cuda" else "gloo")
+        place = torch.device(device)
+        backend = backend or ("nccl" if place.type == "cuda" else "gloo")
         if backend not in CONTRACTS or not distributed.is_backend_available(backend):
             raise LaunchError(f"backend {backend!r}: expected one of {', '.join(CONTRACTS)} that this torch was built with")
         self.contract = CONTRACTS[backend]
-        self._communicators = Communicators(members, self._device, backend, one_way=self.contract.one_way)
+        self._communicators = Communicators(members, place, backend, one_way=self.contract.one_way)
         self.rank = self._communicators.rank
         self.world_size = self._communicators.size
         self._guard = PendingOperations(self.rank, self.world_size)
-        self._pool = Pool(self._allocate)
+        self._copies = DeviceCopies(place, self._communicators.device, f"adaptra rank {self.rank}")
+        self._pool = Pool(self._copies.allocate_received)
         self._standing: dict[_ChannelEnd, PrepostedReceives] = {}
         self._held: dict[Pending, tuple[_ChannelEnd, MessageBuffer]] = {}
         self._sent: dict[MessageLayout, list[MessageBuffer]] = {}
@@ -118,7 +120,7 @@ class C10dTransport(Transport):
         self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None
     ) -> Pending:
         """See :meth:`Transport.send`."""
-        if posted_at is None and self._device.type == "cpu":
+        if posted_at is None and self._copies.device.type == "cpu":
             posted_at = now()
         check_tensors(identity, tensors)
         pending = self._guard.post(destination_rank, identity, is_receive=False)
@@ -126,17 +128,17 @@ class C10dTransport(Transport):
         try:
             buffer = free.pop()
         except IndexError:
-            buffer = self._allocate(identity.specs)
-        buffer.pack(identity, pending.attempt, tensors, posted_at)
+            buffer = self._copies.allocate(identity.specs)
         channel = _ChannelEnd(destination_rank, identity.channel, False)
         group, peer = self._communicators.between(channel.peer, channel.channel, receives=False)
 
         def post() -> _Posted:
+            buffer.seal(identity, pending.attempt, posted_at)
             first = group.send([buffer.first], peer, FIRST_TAG)
             rest = () if buffer.rest is None else (group.send([buffer.rest], peer, buffer.tag),)
             return _Posted(pending, buffer, (first, *rest))
 
-        self._start(channel, pending, post)
+        self._copies.fill(buffer, tensors, lambda: self._start(channel, pending, post))
         return pending
 
     def receive(self, source_rank: int, identity: Identity) -> Pending:
@@ -162,7 +164,7 @@ class C10dTransport(Transport):
             assert isinstance(pending, Completion) and pending.attempt < self._guard.attempt, "it is released once"
             return
         channel, buffer = held
-        self._pool.give(channel.peer, pending.identity, buffer)
+        self._give(channel, pending, buffer)
         if channel in self._standing:
             self._stand(channel, PrepostedReceives.top_up)
 
@@ -190,7 +192,11 @@ class C10dTransport(Transport):
                 standing.begin()
             held, self._held = self._held, {}
         for pending, (channel, buffer) in held.items():
-            self._pool.give(channel.peer, pending.identity, buffer)
+            self._give(channel, pending, buffer)
+
+    def _give(self, channel: _ChannelEnd, pending: Pending, buffer: MessageBuffer) -> None:
+        self._copies.leave(buffer)
+        self._pool.give(channel.peer, pending.identity, buffer)
 
     @property
     def dropped(self) -> int:
@@ -232,6 +238,7 @@ class C10dTransport(Transport):
                 thread.join(_CLOSE_SECONDS)
                 if thread.is_alive():
                     logger.warning("rank %d: %s still waits for its last message", self.rank, thread.name)
+        self._copies.close()
         self._standing.clear()
         is_idle = is_whole and not unfinished and not any(thread.is_alive() for thread in threads)
         self._communicators.close(is_idle, self.store)
@@ -272,8 +279,8 @@ class C10dTransport(Transport):
 
     def _serve(self, channel: _ChannelEnd, queued: queue.SimpleQueue[_Posted | None]) -> None:
         """Wait for the messages of one channel, one after the other."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # each thread has a current device of its own
+        if self._copies.device.type == "cuda":
+            torch.cuda.set_device(self._copies.device)  # each thread has a current device of its own
         while (posted := queued.get()) is not None:
             try:
                 if channel.is_receive:
@@ -328,7 +335,7 @@ class C10dTransport(Transport):
         if second is not None:
             self._communicators.wait(second)
         arrived_at = now()
-        pending.complete(buffer.tensors(self._device), sent_at, arrived_at, asked_at=posted.asked_at)
+        pending.complete(self._copies.tensors_of(pending, buffer), sent_at, arrived_at, asked_at=posted.asked_at)
         self._guard.settle(pending)
 
     def _end_waits(self) -> None:
@@ -344,6 +351,3 @@ class C10dTransport(Transport):
         self._guard.end(error)
         pending.fail(error)
         self._guard.settle(pending)
-
-    def _allocate(self, specs: MessageSpec) -> MessageBuffer:
-        return MessageBuffer(specs, self._communicators.device)

@@ -36,6 +36,7 @@ from adaptra.runtime.transports.delegate.rejected import RejectedConnections
 from adaptra.runtime.transports.message_format import HEADER_BYTES, Header, flat_bytes
 from adaptra.runtime.transports.pending import PendingOperations, peer_lost
 from adaptra.runtime.transports.pool import Pool
+from adaptra.runtime.transports.staging.room import Room
 from adaptra.runtime.world.world import Attempt
 
 # Slots are granted when the program reserves them, so a message travels whether its receive is posted or not.
@@ -66,7 +67,7 @@ class DelegateTransport(Transport):
         self.clock_offsets = started.clock_offsets
         self._engine = started.engine
         self._guard = PendingOperations(self.rank, self.world_size)
-        self._pool: Pool[None] = Pool(lambda _: None)
+        self._pool: Pool[Room | None] = Pool(self._make_room)
         self._lock = threading.Lock()
         self._sent: deque[EnginePending] = deque()
         self._messages = EngineMessages(self._engine, self._make_message)
@@ -92,11 +93,11 @@ class DelegateTransport(Transport):
     def receive(self, source_rank: int, identity: Identity) -> Pending:
         """See :meth:`Transport.receive`."""
         self._refusals.look(now())
-        pending = self._guard.post(source_rank, identity, is_receive=True, make=self._arriving)
+        pending = self._guard.post(source_rank, identity, is_receive=True, make=self._arriving_by)
         with self._lock:
             if pending.attempt < self._guard.attempt:
                 return pending  # another thread has begun a later attempt, which fails this receive
-            self._pool.take(source_rank, identity)
+            pending.room = self._pool.take(source_rank, identity)
             pending.source_rank = source_rank
             self._guard.held.add(pending)
             request = self._engine.receive(source_rank, identity.channel, HEADER_BYTES + flat_bytes(identity.specs))
@@ -115,8 +116,8 @@ class DelegateTransport(Transport):
         self._guard.held.remove(pending)
         source_rank, pending.source_rank = pending.source_rank, None
         assert source_rank is not None, "only a received message is released, and once"
-        self._pool.give(source_rank, pending.identity, None)
         self._give_back(pending)
+        self._pool.give(source_rank, pending.identity, pending.room)
 
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
         """See :meth:`Transport.reserve`. Connects to the ranks that will send messages, if not connected yet."""
@@ -234,7 +235,9 @@ class DelegateTransport(Transport):
 
     # The GPU transport overrides the following methods.
 
-    _arriving: type[EnginePending] = EnginePending
+    def _arriving_by(self, identity: Identity) -> EnginePending:
+        """Return the receive of a message."""
+        return EnginePending(identity)
 
     def _fill(self, message: EngineMessage, tensors: Sequence[Tensor], start: Callable[[float], None]) -> None:
         """Copy the tensors of a message into its memory, then ``start`` it with the time at which they were there."""
@@ -255,6 +258,10 @@ class DelegateTransport(Transport):
         """Let the engine fill the slot of a message that is no longer needed."""
         if pending.request is not None:
             self._engine.release(pending.request)
+
+    def _make_room(self, specs: MessageSpec) -> Room | None:
+        """Make the memory of a device for a received message; None where it stays in the engine's."""
+        return None
 
     def _make_message(self, memory: _C.Memory, specs: MessageSpec) -> EngineMessage:
         return EngineMessage(memory, specs)

@@ -12,6 +12,7 @@ from adaptra.errors import TransportError
 from adaptra.runtime.transports.base import Identity, now
 from adaptra.runtime.transports.delegate.engine_memory import EngineMessage
 from adaptra.runtime.transports.pending import Completion, wait_for
+from adaptra.runtime.transports.staging.room import Room
 
 
 class EnginePending(Completion):
@@ -24,6 +25,8 @@ class EnginePending(Completion):
         """The rank that sends the message, from the post of its receive until its release; None for a send."""
         self._settle: Callable[[EnginePending], None] | None = None
         self.message: EngineMessage | None = None
+        self.room: Room | None = None
+        """The device memory of a received message, if it goes to a device."""
         self._begun = threading.Event()
 
     def begin(self, settle: Callable[[EnginePending], None], request: _C.Request) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -22,8 +23,9 @@ from adaptra.runtime.transports.delegate.delegate import DelegateTransport
 from adaptra.runtime.transports.delegate.engine import StartedEngine
 from adaptra.runtime.transports.delegate.engine_memory import EngineMessage
 from adaptra.runtime.transports.delegate.engine_pending import EnginePending
-from adaptra.runtime.transports.delegate.staging import Staging
 from adaptra.runtime.transports.pending import Completion
+from adaptra.runtime.transports.staging.room import Room
+from adaptra.runtime.transports.staging.staging import Staging
 
 _JOIN_SECONDS: Final = 5.0
 
@@ -34,7 +36,6 @@ class _ReceiveToGpu(EnginePending):
     def __init__(self, identity: Identity) -> None:
         super().__init__(identity)
         self.copied: torch.cuda.Event | None = None
-        self.staging: Staging | None = None
 
     @property
     def done(self) -> bool:
@@ -43,16 +44,11 @@ class _ReceiveToGpu(EnginePending):
 
     def wait(self, timeout: float | None = None) -> tuple[Tensor, ...]:
         """See :meth:`Pending.wait`. The present stream waits for the copy, and the host doesn't."""
-        tensors = Completion.wait(self, timeout)
-        assert self.copied is not None and self.staging is not None, "what has arrived is being copied"
-        self.staging.hand_over(tensors, self.copied)
-        return tensors
+        return Completion.wait(self, timeout)
 
 
 class GpuDelegateTransport(DelegateTransport):
     """One rank's end of the delegate, for tensors on ``device``; see :class:`.delegate.DelegateTransport`."""
-
-    _arriving = _ReceiveToGpu
 
     def __init__(self, started: StartedEngine, on_close: Callable[[], None], device: torch.device) -> None:
         super().__init__(started, on_close)
@@ -70,15 +66,26 @@ class GpuDelegateTransport(DelegateTransport):
             thread.join(_JOIN_SECONDS)
         self._staging.close()
 
+    def _arriving_by(self, identity: Identity) -> EnginePending:
+        return EnginePending(identity) if identity.is_for_host else _ReceiveToGpu(identity)
+
+    def _make_room(self, specs: MessageSpec) -> Room:
+        return self._staging.make_room(specs)
+
     def _make_message(self, memory: _C.Memory, specs: MessageSpec) -> EngineMessage:
         self._staging.pin(memory)
         return super()._make_message(memory, specs)
 
     def _fill(self, message: EngineMessage, tensors: Sequence[Tensor], start: Callable[[float], None]) -> None:
         # The host has queued the op that makes the tensors. They are there once the device has run it and copied them.
-        self._staging.after_send(self._staging.to_host(message, tensors), lambda: start(now()))
+        copied = self._staging.to_host(message, tensors)
+        if copied is None:
+            super()._fill(message, tensors, lambda _: None)
+        self._staging.after_send(copied, lambda: start(now()))
 
     def _expect(self, pending: EnginePending, source_rank: int) -> None:
+        if not isinstance(pending, _ReceiveToGpu):
+            return
         channel = (source_rank, pending.identity.channel)
         with self._lock:
             prefetched = self._prefetched.get(channel)
@@ -98,12 +105,21 @@ class GpuDelegateTransport(DelegateTransport):
             self.settle(pending)
 
     def _deliver(self, pending: EnginePending, message: EngineMessage) -> tuple[Tensor, ...]:
-        assert isinstance(pending, _ReceiveToGpu), "every receive of this transport is one"
-        pending.staging = self._staging
-        tensors, pending.copied = self._staging.to_device(message)
-        return tensors
+        if not isinstance(pending, _ReceiveToGpu):
+            return super()._deliver(pending, message)
+        assert pending.room is not None, "it has one since its receive was posted"
+        pending.room.wait()
+        with self._lock:
+            if pending.attempt < self._guard.attempt:
+                return ()  # a later attempt may give the room to another message
+            pending.copied = self._staging.to_device(message, pending.room)
+        pending.use = partial(self._staging.hand_over, pending.room, pending.copied)
+        return tuple(tensor.detach() for tensor in pending.room.tensors)
 
     def _give_back(self, pending: EnginePending) -> None:
-        assert isinstance(pending, _ReceiveToGpu), "every receive of this transport is one"
-        if pending.copied is not None:
+        if pending.room is not None:
+            self._staging.leave(pending.room)
+        if not isinstance(pending, _ReceiveToGpu):
+            super()._give_back(pending)
+        elif pending.copied is not None:
             self._staging.after_arrival(pending.copied, lambda: DelegateTransport._give_back(self, pending))

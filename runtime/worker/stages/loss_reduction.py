@@ -129,7 +129,7 @@ def adds_up(once: Tensor, twice: Tensor, four: Tensor) -> bool:
     return looks_like_sum(twice, once, 2) and bool((four + once * 2 - twice * 3).abs() <= 2e-2 * (four - twice).abs())
 
 
-def refuse_sum(loss: Callable[..., Any], compiled: CompiledStages, targets: Any, rows: int) -> None:
+def refuse_sum(loss: Callable[..., Any], compiled: CompiledStages, targets: Any, rows: int, device: torch.device) -> None:
     """Refuse a loss that sums over the rows if the mean of microbatches is taken.
 
     It is tried on random outputs and the example's targets: a mean is unchanged if each row is doubled. A loss that can't be
@@ -140,6 +140,7 @@ def refuse_sum(loss: Callable[..., Any], compiled: CompiledStages, targets: Any,
         compiled: The stages, which define the model's outputs for a microbatch.
         targets: The targets of a microbatch.
         rows: The rows of a microbatch.
+        device: The device of the model, on which a loss may hold tensors.
 
     Raises:
         CaptureError: Says what to give instead.
@@ -148,10 +149,10 @@ def refuse_sum(loss: Callable[..., Any], compiled: CompiledStages, targets: Any,
     largest = max((one.elements for one in compiled.eval[-1].outputs), default=0)
     taken = max(1, min(rows, MOST_ELEMENTS * rows // max(1, largest)))
     try:
-        outputs = [_made_up(one, taken, rows, random) for one in compiled.eval[-1].outputs]
-        given: Any = pytree.tree_map_only(Tensor, lambda one: _first(one.cpu(), taken, rows), targets)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            called = copy.deepcopy(loss).cpu() if isinstance(loss, nn.Module) else loss
+        outputs = [_made_up(one, taken, rows, random).to(device) for one in compiled.eval[-1].outputs]
+        given: Any = pytree.tree_map_only(Tensor, lambda one: _first(one.to(device), taken, rows), targets)
+        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            called = copy.deepcopy(loss).to(device) if isinstance(loss, nn.Module) else loss
             once, twice, four = (
                 called(
                     compiled.outputs.unflatten([_copies(one, count) for one in outputs]),
@@ -171,7 +172,7 @@ def refuse_sum(loss: Callable[..., Any], compiled: CompiledStages, targets: Any,
 
 
 def unequal_weights(
-    loss: Callable[..., Any] | None, compiled: CompiledStages, targets: Any, microbatches: int, rows: int
+    loss: Callable[..., Any] | None, compiled: CompiledStages, targets: Any, microbatches: int, rows: int, device: torch.device
 ) -> str | None:
     """Return a warning if the mean over the example's microbatches is not its batch's, as where labels are padding.
 
@@ -185,13 +186,14 @@ def unequal_weights(
         targets: The targets of the whole batch.
         microbatches: Microbatches per step.
         rows: The rows of a microbatch.
+        device: The device of the model, on which a loss may hold tensors.
     """
     elements = sum(one.elements for one in compiled.eval[-1].outputs) * microbatches
     if microbatches == 1 or loss is None or elements > MOST_ELEMENTS_OF_BATCH:
         return None
     try:
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            weights, turned = _weights_in_mean(loss, compiled, targets, microbatches, rows)
+        with torch.enable_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            weights, turned = _weights_in_mean(loss, compiled, targets, microbatches, rows, device)
     except Exception:
         return None
     is_low = any(one.dtype in (torch.float16, torch.bfloat16) for one in compiled.eval[-1].outputs)
@@ -243,19 +245,19 @@ def _copies(tensor: Tensor, count: int) -> Tensor:
 
 
 def _weights_in_mean(
-    loss: Callable[..., Any], compiled: CompiledStages, targets: Any, microbatches: int, rows: int
+    loss: Callable[..., Any], compiled: CompiledStages, targets: Any, microbatches: int, rows: int, device: torch.device
 ) -> tuple[list[float], float]:
     """Return for each microbatch how much larger its gradient is in the whole batch's loss than in the mean of all losses.
 
     Returns that, and by how much a gradient turns at most: one minus the cosine.
     """
     random = torch.Generator().manual_seed(0)
-    called = copy.deepcopy(loss).cpu() if isinstance(loss, nn.Module) else loss
+    called = copy.deepcopy(loss).to(device) if isinstance(loss, nn.Module) else loss
     specs = compiled.eval[-1].outputs
-    parts = [[_made_up(spec, rows, rows, random) for spec in specs] for _ in range(microbatches)]
+    parts = [[_made_up(spec, rows, rows, random).to(device) for spec in specs] for _ in range(microbatches)]
     differentiated = [[one.requires_grad_() for one in part if one.is_floating_point() and one.dim()] for part in parts]
     whole = [torch.cat(of_parts) if of_parts[0].dim() else of_parts[0] for of_parts in zip(*parts, strict=True)]
-    all_targets = pytree.tree_map_only(Tensor, lambda one: one.cpu(), targets)
+    all_targets = pytree.tree_map_only(Tensor, lambda one: one.to(device), targets)
     in_whole = _gradients(called(compiled.outputs.unflatten(whole), closed(all_targets)), differentiated)
     weights: list[float] = []
     turned = 0.0

@@ -6,7 +6,6 @@ known before a step. It is also known after which message of a channel the next 
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import RECEIVED_BY, RULE, SENT_BY, other_end, peer_stage
+from adaptra.runtime.devices.device_clock import Mark
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.transports.base import PURPOSE_OF, Identity, MessageLayout, Pending, Transport, layout_of
 
@@ -71,12 +71,12 @@ class ProgramMessages:
 
     Args:
         program: A lowered program.
-        rank: This rank.
         shapes: The messages of every stage of the pipeline, by stage index.
         batch: The tensors of a microbatch's inputs, targets and results.
-        transport: Carries the messages.
+        transport: Carries the messages of its rank.
         monitor: Records waits and messages.
         timeout: Seconds an op waits for a message before the step fails.
+        mark: The present time on this rank's device, as :meth:`adaptra.runtime.devices.device_clock.OpClock.mark`.
         shape: The code of the batch's shape, which both sides of a message compare.
 
     Attributes:
@@ -87,22 +87,22 @@ class ProgramMessages:
     def __init__(
         self,
         program: Program,
-        rank: int,
         shapes: Sequence[MessageShapes],
         batch: BatchShapes,
         transport: Transport,
         monitor: Monitor,
         timeout: float,
+        mark: Callable[[], Mark],
         shape: int = 0,
     ) -> None:
-        order = program.orders[rank]
+        order = program.orders[transport.rank]
         self._program = program
-        self._rank = rank
         self._shapes = shapes
         self._batch = batch
         self._transport = transport
         self._monitor = monitor
         self._timeout = timeout
+        self._mark = mark
         self._shape = shape
         self._step = -1
         self._last_uses = frozenset((Kind.F,) if program.is_forward_only else (Kind.W, Kind.B))
@@ -138,10 +138,10 @@ class ProgramMessages:
             TransportError: It could not be exchanged, or not within the timeout.
         """
         receive = Op(op.stage, RECEIVED_BY[offset], op.microbatch, None, op.replica)
-        asked = time.monotonic()
-        pending, tensors, now = self._arrived(receive)
+        asked = self._mark()
+        pending, tensors, consumed = self._arrived(receive)
         if self._is_at_home(receive):  # other links are not measured as edges of the replica
-            self._monitor.wait(op, now - asked)
+            self._monitor.wait(op, asked, consumed)
             if on_message is not None:
                 on_message(op.stage + offset)
         self._keep(op, pending)
@@ -149,11 +149,11 @@ class ProgramMessages:
             self._transport.stand_by(self._program.rank_of(other_end(receive)), pending.identity, ahead)
         return tensors
 
-    def _arrived(self, receive: Op) -> tuple[Pending, tuple[Tensor, ...], float]:
-        """Wait for a message and record it. Return it, its tensors and the time."""
+    def _arrived(self, receive: Op) -> tuple[Pending, tuple[Tensor, ...], Mark]:
+        """Wait for a message and record it. Return it, its tensors and when the device could use them."""
         pending, sent = self._receives.pop(receive), other_end(receive)
         tensors = pending.wait(self._timeout)
-        now = time.monotonic()
+        consumed = self._mark()
         self._monitor.message(
             sent.kind,
             sent.stage,
@@ -163,17 +163,19 @@ class ProgramMessages:
             pending.sent_at,
             pending.departed_at,
             pending.arrived_at,
-            now,
+            consumed,
             None if self._is_at_home(receive) else sent.replica,
         )
-        return pending, tensors, now
+        return pending, tensors, consumed
 
     def _is_at_home(self, receive: Op) -> bool:
         """Return whether a message goes between two workers of its microbatch's replica, as all do in one pipeline."""
         if self._program.is_one_pipeline:
             return True
         home_of = self._program.routing.replica_of
-        return all(home_of(worker) == receive.replica for worker in (self._rank, self._program.rank_of(other_end(receive))))
+        return all(
+            home_of(worker) == receive.replica for worker in (self._transport.rank, self._program.rank_of(other_end(receive)))
+        )
 
     def take_if_sent(self, kind: Kind, op: Op) -> tuple[Tensor, ...] | None:
         """Wait for what a RECV of this kind brings for a compute op, or return None if its program has no such RECV.
@@ -278,7 +280,7 @@ class ProgramMessages:
                 if offset == 0 or not 0 <= op.stage + offset < self._program.stages:
                     continue
                 receive = Op(op.stage, RECEIVED_BY[offset], op.microbatch, None, op.replica)
-                if self._program.rank_of(other_end(receive)) != self._rank:
+                if self._program.rank_of(other_end(receive)) != self._transport.rank:
                     yield receive
 
     def _channel_of(self, receive: Op) -> tuple[int, Kind]:

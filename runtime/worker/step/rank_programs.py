@@ -188,7 +188,7 @@ class RankPrograms:
         first, last = self._compiled.train[0], self._compiled.train[-1]
         batch = BatchShapes(first.inputs, last.targets, last.outputs)
         timeout = context.options.timeout
-        messages = ProgramMessages(lowered, carrier.rank, shapes, batch, carrier, context.monitor, timeout, code)
+        messages = ProgramMessages(lowered, shapes, batch, carrier, context.monitor, timeout, context.clock.mark, code)
         return Executor(lowered, carrier.rank, stages, messages, context.pacing, context.monitor, context.clock.mark)
 
     def _reserve(self, executor: Executor, number: int) -> None:

@@ -78,7 +78,7 @@ class StepParts:
         self.gradients: Final = Gradients(
             rank, self.end.sums, shared, placement, transport, options.timeout, self._probes.answer
         )
-        self.norms: Final = GradientNorms(rank, trainable, compiled, placement, transport)
+        self.norms: Final = GradientNorms(rank, trainable, compiled, placement, transport, context.device)
         equal = compiled.changing_in(*own) if options.broadcast_buffers and context.replicas.count > 1 else ()
         self.buffers: Final = ReplicaBuffers(context.replicas, [state[name] for name in equal])
         self.factory: Final = StageFactory(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import contextlib
 import os
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -144,7 +145,7 @@ class Machine:
         devices: How many devices there are.
         detector: What is reported.
         extension: The stand-in's extension.
-        syncs: How often the host waited, by what it waited for and where.
+        syncs: How often the host waited, by what it waited for, where and on which thread.
     """
 
     def __init__(self, extension: Any, devices: int) -> None:
@@ -298,7 +299,7 @@ class Machine:
         """
         place = here()
         with self._lock:
-            self.syncs[f"{what} at {named(place[:1])}"] += 1
+            self.syncs[f"{what} at {named(place[:1])} on {threading.current_thread().name}"] += 1
         latest = time.monotonic() + _DEADLOCK_SECONDS
         while not all(point.is_done for point in points):
             if time.monotonic() > latest:

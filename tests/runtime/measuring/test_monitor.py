@@ -36,7 +36,7 @@ def record_step(monitor: Monitor, step: int, start: float) -> StepMeasurement:
     clock = start
     monitor.begin_step()
     for microbatch in range(2):
-        monitor.wait(Op(1, Kind.F, microbatch), 0.5)
+        monitor.wait(Op(1, Kind.F, microbatch), clock, clock + 0.5)
         monitor.message(Kind.SEND_F, 0, 1, microbatch, 64, clock - 3.0, clock - 3.0, clock, clock + 0.5)
         clock += 0.5
         monitor.op(Op(1, Kind.F, microbatch), clock, clock + 2.0)
@@ -107,7 +107,7 @@ def test_records_of_a_failed_step_do_not_reach_the_next() -> None:
     monitor = Monitor(1, (0, 1))
     monitor.op(Op(1, Kind.F, 0), 0.0, 50.0)
     monitor.message(Kind.SEND_F, 0, 1, 0, 64, 0.0, 0.0, 50.0, 50.0)
-    monitor.wait(Op(1, Kind.F, 0), 50.0)
+    monitor.wait(Op(1, Kind.F, 0), 0.0, 50.0)
     clean = record_step(Monitor(1, (0, 1)), 1, 100.0)
     assert record_step(monitor, 1, 100.0) == clean
 

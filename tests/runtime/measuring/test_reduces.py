@@ -311,7 +311,7 @@ def test_marks_of_a_device_are_read_with_those_of_the_ops() -> None:
     for step, at in ((0, 0.0), (1, 4.5)):
         run(monitor, step, at, 1, (103.0, 103.0, 103.75))
         monitor.end_step(step, 100.0 + at, 104.0 + at)
-    assert given == [[at, at, at + 1, at + 1, at + 2, at + 2.5, at + 4] for at in (0.0, 4.5)]
+    assert given == [[at, at, at + 1, at + 1, at + 2, at, at + 2.5, at + 4] for at in (0.0, 4.5)]
     assert monitor.records(0).reduce == (102.5, 104.0, 64, 0.75)
 
 

@@ -99,7 +99,8 @@ class TestWire:
     def buffer(self, identity: Identity | None = None) -> MessageBuffer:
         identity = identity or forward(1)
         buffer = MessageBuffer(identity.specs, torch.device("cpu"))
-        buffer.pack(identity, Attempt(3, 5), make(identity), 12.5)
+        buffer.fill(make(identity))
+        buffer.seal(identity, Attempt(3, 5), 12.5)
         return buffer
 
     def test_a_packed_message_reads_back(self) -> None:

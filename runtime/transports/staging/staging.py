@@ -2,8 +2,11 @@
 
 The engine's memory is registered with CUDA, so copies to and from it run asynchronously. Each direction has a stream and a
 thread: a message that arrived waits for none that is still to be computed. A thread waits for a copy's event, then sends the
-message or refills the slot. A sent tensor is recorded on the copy stream, and a received one on the stream that asks for it. So
-the memory of neither is reused before its copy has ended.
+message or refills the slot. A sent tensor is recorded on the copy stream, so its memory is not reused before the copy's end.
+
+A received message goes to a :class:`.room.Room`, device memory that the program has reserved. It takes one message after the
+other, each once the device has done all that read the one before. The channel's own thread waits for that, so a message of
+another channel waits for nothing.
 
 A message of several tensors, or of one that isn't contiguous, is packed on the GPU first where Triton works, see :mod:`.pack`.
 """
@@ -14,19 +17,34 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
 from adaptra import _C
 from adaptra.errors import LaunchError
+from adaptra.graph.ops.specs import MessageSpec
 from adaptra.runtime.devices import pack
-from adaptra.runtime.transports.delegate.engine_memory import EngineMessage
+from adaptra.runtime.transports.staging.room import Room, recorded
 
 logger = logging.getLogger(__name__)
 
 _JOIN_SECONDS: Final = 5.0
+
+
+class HostMessage(Protocol):
+    """A message in pinned host memory.
+
+    Attributes:
+        specs: One per tensor.
+        flat: All tensors, (bytes,) uint8.
+        views: The tensors as they travel, views of ``flat``.
+    """
+
+    specs: MessageSpec
+    flat: Tensor
+    views: list[Tensor]
 
 
 class Staging:
@@ -62,12 +80,14 @@ class Staging:
                 raise LaunchError(f"CUDA can't register {len(memory)} bytes of host memory: error {status}")
             self._pinned[memory.address] = memory
 
-    def to_host(self, message: EngineMessage, tensors: Sequence[Tensor]) -> torch.cuda.Event:
+    def to_host(self, message: HostMessage, tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
         """Start to copy ``tensors`` into a message in pinned memory.
 
         Returns:
-            An event that is done when the copy is.
+            An event that is done when the copy is; None, without a copy, for tensors of the host.
         """
+        if not any(tensor.is_cuda for tensor in tensors):
+            return None
         stream = self._sends.stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream), torch.no_grad():
@@ -78,36 +98,43 @@ class Staging:
                 pack.pack(flat, tensors, message.specs)
                 message.flat.copy_(flat, non_blocking=True)
             else:
-                for view, tensor in zip(message.views, tensors, strict=True):
+                # Those of the host are copied at once.
+                for view, tensor in sorted(zip(message.views, tensors, strict=True), key=lambda pair: pair[1].is_cuda):
                     view.copy_(tensor, non_blocking=True)
             for tensor in tensors:
                 if tensor.is_cuda:
                     tensor.record_stream(stream)
-        return self._sends.record()
+        return recorded(self._sends.stream)
 
-    def to_device(self, message: EngineMessage) -> tuple[tuple[Tensor, ...], torch.cuda.Event]:
-        """Start to copy a message to the device.
+    def make_room(self, specs: MessageSpec) -> Room:
+        """Allocate device memory for a received message."""
+        return Room(specs, self._device, self._arrivals.stream)
+
+    def to_device(self, message: HostMessage, room: Room) -> torch.cuda.Event:
+        """Start to copy a message to its room, which :meth:`.room.Room.wait` has found free.
 
         Returns:
-            Its tensors, and the event that a stream must wait for before it uses them.
+            The event that a stream must wait for before it uses the room's tensors.
         """
         with torch.cuda.stream(self._arrivals.stream), torch.no_grad():
-            # Rounded tensors are widened on the device.
-            tensors = tuple(
-                view.to(self._device, non_blocking=True).to(spec.dtype)
-                for view, spec in zip(message.views, message.specs, strict=True)
-            )
-        return tensors, self._arrivals.record()
+            room.flat.copy_(message.flat, non_blocking=True)
+            for wide, narrow in room.widened:
+                wide.copy_(narrow)
+        return recorded(self._arrivals.stream)
 
-    def hand_over(self, tensors: Sequence[Tensor], copied: torch.cuda.Event) -> None:
-        """Let the present stream use ``tensors`` as soon as their copy has ended, without blocking the host."""
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(copied)
-        for tensor in tensors:
-            tensor.record_stream(current)
+    def hand_over(self, room: Room, copied: torch.cuda.Event) -> None:
+        """Let the present stream use a room's tensors as soon as their copy has ended, without blocking the host."""
+        room.stream = torch.cuda.current_stream(self._device)
+        room.stream.wait_event(copied)
 
-    def after_send(self, copied: torch.cuda.Event, action: Callable[[], None]) -> None:
-        """Call ``action`` once the copy to the host has ended, after all earlier actions of that direction."""
+    def leave(self, room: Room) -> None:
+        """Let a room be filled again once the device has done what was queued for it, and has copied what is sent of it."""
+        if room.stream is not None:
+            room.read = (recorded(room.stream), recorded(self._sends.stream))
+            room.stream = None
+
+    def after_send(self, copied: torch.cuda.Event | None, action: Callable[[], None]) -> None:
+        """Call ``action`` once the copy to the host has ended, if there is one, after all earlier actions of that direction."""
         self._sends.then(copied, action)
 
     def after_arrival(self, copied: torch.cuda.Event, action: Callable[[], None]) -> None:
@@ -129,18 +156,12 @@ class _Direction:
 
     def __init__(self, device: torch.device, name: str) -> None:
         self.stream: Final = torch.cuda.Stream(device)
-        self._queue: queue.SimpleQueue[tuple[torch.cuda.Event, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[torch.cuda.Event | None, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def record(self) -> torch.cuda.Event:
-        """Return an event that is done when all copies so far are."""
-        event = torch.cuda.Event()
-        event.record(self.stream)
-        return event
-
-    def then(self, copied: torch.cuda.Event, action: Callable[[], None]) -> None:
-        """Call ``action`` once the copy has ended, after all earlier actions."""
+    def then(self, copied: torch.cuda.Event | None, action: Callable[[], None]) -> None:
+        """Call ``action`` once the copy has ended, if there is one, after all earlier actions."""
         self._queue.put((copied, action))
 
     def close(self) -> None:
@@ -153,7 +174,8 @@ class _Direction:
         torch.cuda.set_device(self.stream.device)  # each thread has a current device of its own
         while (asked := self._queue.get()) is not None:
             copied, action = asked
-            copied.synchronize()
+            if copied is not None:
+                copied.synchronize()
             action()
 
 

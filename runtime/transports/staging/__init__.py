@@ -1,0 +1,1 @@
+"""Copies between a device and messages in the memory of the host."""
