@@ -17,6 +17,7 @@ FLOORS = """
     graph.ops graph.effects graph.capture graph.partition graph.stages graph.backward graph
     passes planning planning.layouts planning.routes planning.remedies planning.responses planning.explaining
     runtime.world runtime.control_store runtime.transports runtime.transports.c10d runtime.devices runtime.transports.delegate
+    runtime.transports.nccl
     runtime.rdma runtime.injection runtime.measuring runtime.detection runtime.data_parallel.collectives runtime.data_parallel
     runtime.membership runtime.exchange runtime.launch runtime.state
     runtime.control.mail runtime.control.plans runtime.control.agreement runtime.control.deciding runtime.control
