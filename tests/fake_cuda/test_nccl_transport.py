@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from adaptra.runtime.transports.nccl.nccl import NcclTransport
 
 Body = Callable[[int, "NcclTransport"], Any]
-SOON = 30.0
+SOON = 20.0
 
 
 @pytest.fixture(params=["older", "newer"])
@@ -342,3 +342,69 @@ def test_a_rank_that_does_not_come_keeps_nobody_after_an_abort(backend: str, mac
     communicators.end(RuntimeError("rank 1 is lost"), is_idle=False)
     with pytest.raises(RuntimeError, match="the transport has ended"):
         joined.result(SOON)
+
+
+def test_a_slow_edge_moves_while_its_messages_are_under_way(on_ranks: Callable[[Body], list[Any]], machine: Machine) -> None:
+    """One message of the step before is still to be computed when the edge moves, and the other edge stays where it is."""
+    from transport_bodies import SMALL, backward, forward
+
+    from adaptra.passes.insert_comm import InsertComm
+    from adaptra.passes.lower_comm import LowerComm
+    from adaptra.program.schedules import gpipe
+    from adaptra.runtime.transports.base import Identity, Purpose
+    from adaptra.runtime.transports.lanes import LanedTransport
+    from adaptra.simulation.cost import CostModel
+
+    cost = CostModel.uniform(2, 0.01, 0.01, 0.01)
+    program = InsertComm().apply(gpipe(2, 2), cost)
+    has_moved = threading.Event()
+
+    def body(rank: int, transport: NcclTransport) -> list[str]:
+        carriers: list[str] = []
+        beside: Any = transport._beside
+        laned = LanedTransport(transport, {"delegate": beside}, rest="delegate")
+        for name, one in (("nccl", transport), ("beside", beside)):
+            exchange = one.send
+
+            def recorded(
+                to: int, identity: Identity, tensors: Any, *, posted_at: Any, name: str = name, exchange: Any = exchange
+            ) -> Any:
+                carriers.append(f"{identity.op} of step {identity.step}: {name}")
+                return exchange(to, identity, tensors, posted_at=posted_at)
+
+            one.send = recorded  # type: ignore[method-assign]
+        laned.use_lanes(0, program)
+        laned.use_lanes(3, LowerComm(slow=((0, 1),)).apply(program, cost))
+        laned.use_lanes(5, program)
+        laned.reserve({(1 - rank, SMALL): 3})
+        if rank == 0:
+            first, second, third = (made_on(0, forward(k)) for k in range(3))
+            gate = machine.hold()
+            held = laned.send(1, forward(0, step=2), [tensor * 1 for tensor in first])
+            laned.send(1, forward(0, step=3), second)
+            assert has_moved.wait(SOON) and not held.done
+            gate.release()
+            held.wait(SOON)
+            laned.send(1, forward(0, step=5), third).wait(SOON)
+            laned.send(1, Identity(2, Purpose.LOSS, 0, 1, 0, SMALL), first)
+            assert are(laned.receive(1, backward(0, step=3)).wait(SOON), backward(0))
+            return carriers
+        earlier = laned.receive(0, forward(0, step=2))
+        moved = laned.receive(0, forward(0, step=3))
+        got = moved.wait(SOON)  # it lies on the device whose stream is held
+        assert not earlier.done
+        has_moved.set()
+        assert are(earlier.wait(SOON), forward(0)) and are(got, forward(1))
+        assert are(laned.receive(0, forward(0, step=5)).wait(SOON), forward(2))
+        laned.send(0, backward(0, step=3), made_on(1, backward(0)))
+        return carriers
+
+    assert on_ranks(body) == [
+        [
+            "0SEND_F0 of step 2: nccl",
+            "0SEND_F0 of step 3: beside",
+            "0SEND_F0 of step 5: nccl",
+            "losses of step 2: beside",
+        ],
+        ["1SEND_B0 of step 3: nccl"],
+    ]
