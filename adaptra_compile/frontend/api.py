@@ -90,8 +90,8 @@ def compile(
             Several smaller stages fill the pipeline sooner within the same memory, but messages cross each link more often.
         mesh: A ``torch.distributed`` DeviceMesh of all ranks with dimensions ``dp`` and ``pp``, or ``pp`` alone. The stages of
             a replica are along ``pp``. Without a mesh they are on consecutive ranks.
-        transport: ``"local"``, ``"c10d"``, ``"delegate"``, the name of an installed transport, or None. None is local without a
-            launcher, else the delegate for a model on cuda and c10d for others.
+        transport: ``"local"``, ``"c10d"``, ``"delegate"``, ``"nccl"``, the name of an installed transport, or None. None is
+            local without a launcher, else the delegate for a model on cuda and c10d for others. NCCL needs a GPU for each rank.
         options: Options of the runtime; see :class:`adaptra.runtime.options.Options`.
         weights: The values of a model built within ``torch.device("meta")``. Each rank gets those of its own stages, on the
             example's device. A .safetensors file, a folder of such files as on Hugging Face's

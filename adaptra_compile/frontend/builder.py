@@ -76,6 +76,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         request.facts(),
         options.timeout,
         device=device,
+        placement=request.placed,
         roles=request.roles,
         with_delegate=options.uses_delegate,
         addresses=options.addresses,

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from adaptra.errors import TransportError
@@ -101,7 +102,9 @@ class FaultyTransport(Transport):
         self._held_on: dict[tuple[int, ChannelClass], int] = {}
         self._error: Exception | None = None
         self._ends = False
-        self._thread = threading.Thread(target=self._release_in_time, name=f"adaptra rank {self.rank} faults", daemon=True)
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        name = f"adaptra rank {self.rank} faults"
+        self._thread = threading.Thread(target=self._release_in_time, args=(device,), name=name, daemon=True)
         self._thread.start()
 
     def send(
@@ -203,7 +206,9 @@ class FaultyTransport(Transport):
         for each in held:
             each.pending.fail(error)
 
-    def _release_in_time(self) -> None:
+    def _release_in_time(self, device: int | None) -> None:
+        if device is not None:  # each thread has a current device of its own
+            torch.cuda.set_device(device)
         while True:
             with self._condition:
                 while self._held and (left := self._held[0].due - now()) > 0:

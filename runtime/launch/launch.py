@@ -30,6 +30,8 @@ from adaptra.runtime.membership.process_membership import Awaited, ProcessMember
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.transports.lanes import LanedTransport
 from adaptra.runtime.transports.local import LocalHub
+from adaptra.runtime.transports.nccl.edges import edges_of
+from adaptra.runtime.transports.nccl.join import check_device
 from adaptra.runtime.transports.pipeline_transport import PipelineTransport
 from adaptra.runtime.transports.process_groups import Members, end_group, end_keys, job_store, keys_of, new_group, sweep
 from adaptra.runtime.transports.registry import create_transport
@@ -204,19 +206,24 @@ class Carriers:
         with_delegate: Whether some edges may take the delegate beside it.
         addresses: Addresses of this host for the delegate.
         device: The device of what is sent and received.
+        placement: The place of each stage.
     """
 
     name: str
     with_delegate: bool
     addresses: Sequence[str]
     device: torch.device
+    placement: Sequence[int]
 
-    def join(self, members: Members) -> Transport:
-        """Return the transport of one of these members; all of them call it."""
+    def join(self, members: Members, world: World) -> Transport:
+        """Return the transport of one of these members, the workers of a world; all of them call it."""
         here = {"members": members, "device": self.device}
+        if self.name == "nccl":  # which has the delegate beside it
+            edges = edges_of(self.placement, map(world.pipeline, range(world.replicas)))
+            return create_transport(self.name, edges=edges, addresses=self.addresses, **here)
         if self.name == "delegate":
             return create_transport(self.name, addresses=self.addresses, **here)
-        # NCCL refuses two ranks on one GPU, and a rank alone can't know; gloo carries tensors of a GPU by way of the host.
+        # gloo carries tensors of a GPU by way of the host.
         backend = {"backend": "gloo"} if self.name == "c10d" else {}
         transport = create_transport(self.name, **here, **backend)
         if not self.with_delegate:
@@ -306,7 +313,7 @@ class Job:
     def _enter(self, world: World, name: str) -> Launch:
         process = ProcessId(self.rank)
         (worker,) = world.hosted(process)
-        transport = self._carriers.join(Members(f"{name}/workers", worker, len(world.hosts)))
+        transport = self._carriers.join(Members(f"{name}/workers", worker, len(world.hosts)), world)
         if world.epoch:
             transport.begin(Attempt(world.epoch))
         replicas = Replicas(world, worker, name, self._carriers.device)
@@ -378,6 +385,7 @@ def launch(
     timeout: float,
     *,
     device: torch.device = HOST,
+    placement: Sequence[int] | None = None,
     roles: Roles | None = None,
     with_delegate: bool = False,
     addresses: Sequence[str] = (),
@@ -386,26 +394,30 @@ def launch(
 
     Args:
         size: The number of ranks of the pipeline.
-        transport: ``"local"``, ``"c10d"``, ``"delegate"``, the name of an installed transport, or None: local without a
-            launcher, else c10d between hosts' memory and the delegate between GPUs.
+        transport: ``"local"``, ``"c10d"``, ``"delegate"``, ``"nccl"``, the name of an installed transport, or None. None is
+            local without a launcher, else c10d between hosts' memory and the delegate between GPUs.
         arguments: The user's arguments by name, which the ranks compare first.
         timeout: Seconds to wait for the other ranks.
         device: The device on which this process trains.
+        placement: The place of each stage in its pipeline; None for one on each.
         roles: The replica and stage of each rank of the job; None for consecutive ranks.
         with_delegate: Whether some edges may take the delegate, which is then set up beside the transport.
         addresses: Addresses of this host for the delegate; see :class:`adaptra.runtime.options.Options`.
 
     Raises:
-        LaunchError: The delegate is requested with a transport other than c10d. Or the number of ranks is not a multiple of
+        LaunchError: The delegate is requested beside a transport other than c10d and NCCL. Or NCCL is for a model that is on no
+            GPU. Or the number of ranks is not a multiple of
             ``size``; says what to change. Or a rank has other arguments or has not come; names it.
         PeerLostError: A rank failed or died while the ranks connected; names it.
     """
     between = "delegate" if device.type == "cuda" and not with_delegate else "c10d"
     name = transport or (between if is_launched() else "local")
-    if with_delegate and name != "c10d":
+    if with_delegate and name not in ("c10d", "nccl"):
         raise LaunchError(
-            f"Options(delegate=...) with transport {name!r}: expected c10d, whose slow edges the delegate takes over"
+            f"Options(delegate=...) with transport {name!r}: expected c10d or nccl, whose slow edges the delegate takes over"
         )
+    if name == "nccl":
+        check_device(device)
     if name == "local":
         return OneProcess(ProcessMembership(), device).enter(World.of_threads(size))
     if not is_launched():
@@ -432,7 +444,8 @@ def launch(
         )
     usual = Roles.initial(ranks, size)
     averages = roles not in (None, usual) or ranks != size
-    job = Job(Carriers(name, with_delegate, addresses, device), call, contributed, timeout, spares, averages)
+    carriers = Carriers(name, with_delegate, addresses, device, tuple(range(size)) if placement is None else placement)
+    job = Job(carriers, call, contributed, timeout, spares, averages)
     try:
         return job.enter(World.of_roles(roles or usual))
     except BaseException:
@@ -443,10 +456,10 @@ def launch(
 def _clients_of(name: str, with_delegate: bool) -> int:
     """Return how many clients of the store a rank uses at most, which is while it changes its role or its cut.
 
-    Each transport has a control plane, the old ones and the new ones at once. The worker has three for mail, calls one, and the
-    membership one.
+    Each transport has a control plane, the old ones and the new ones at once. NCCL has a client by which its communicators
+    meet. The worker has three for mail, calls one, and the membership one.
     """
-    control_planes = 2 if with_delegate and name != "delegate" else 1
+    control_planes = 2 if with_delegate or name == "nccl" else 1
     return 2 * control_planes + 3 + 1 + 1
 
 

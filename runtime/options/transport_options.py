@@ -17,8 +17,8 @@ class TransportOptions:
 
     Attributes:
         timeout: Seconds an op waits for a message, and a step for its plan, before the step fails.
-        delegate: Set up the delegate beside c10d. True: edges that turn slow take it. Directed edges such as ``[(1, 2)]``:
-            these take it from the start, too.
+        delegate: Set up the delegate beside c10d or NCCL. True: edges that turn slow take it. Directed edges such as
+            ``[(1, 2)]``: these take it from the start, too.
         addresses: The delegate's paths, the best first: numeric addresses of this rank's host, and RDMA ports such as
             ``rdma:mlx5_0/1``. Every rank gives equally many of the same kinds. () for the usable RDMA ports of the host,
             followed by the address by which it reaches the job's store.

@@ -358,6 +358,13 @@ class Transport(ABC):
         """Return the seconds by which the clock of a rank was ahead of this rank's when they connected; 0 on one host."""
         return 0.0
 
+    def carries(self, identity: Identity, source: int, destination: int) -> bool:
+        """Return whether a message between two ranks can travel here; each can, unless a transport says otherwise.
+
+        Both ends of the message find the same.
+        """
+        return True
+
     def stand_by(self, source_rank: int, like: Identity, count: int) -> None:  # noqa: B027 - few have anything to do
         """Pre-post receives for the first messages of the next step, because all messages of this step on a channel have
         arrived.

@@ -31,9 +31,10 @@ class LanedTransport(Transport):
     Args:
         default: Carries messages without a lane; its contract, rank and store are this transport's.
         lanes: The other transports by the name of their lane.
+        rest: The lane of messages that the default doesn't carry; None if it carries all.
     """
 
-    def __init__(self, default: Transport, lanes: Mapping[str, Transport]) -> None:
+    def __init__(self, default: Transport, lanes: Mapping[str, Transport], rest: str | None = None) -> None:
         self.contract = default.contract
         self.rank = default.rank
         self.world_size = default.world_size
@@ -41,6 +42,7 @@ class LanedTransport(Transport):
         self.rdma_devices = tuple(name for each in (default, *lanes.values()) for name in each.rdma_devices)
         self._default = default
         self._lanes = dict(lanes)
+        self._rest = default if rest is None else lanes[rest]
         self._all = (default, *self._lanes.values())
         self._lock = threading.Lock()
         self._lane_of: list[tuple[int, dict[Edge, str]]] = []
@@ -89,11 +91,12 @@ class LanedTransport(Transport):
         self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None
     ) -> Pending:
         """See :meth:`Transport.send`."""
-        return self._carrier_of(identity).send(destination_rank, identity, tensors, posted_at=posted_at)
+        carrier = self._carrier_of(identity, self.rank, destination_rank)
+        return carrier.send(destination_rank, identity, tensors, posted_at=posted_at)
 
     def receive(self, source_rank: int, identity: Identity) -> Pending:
         """See :meth:`Transport.receive`."""
-        carrier = self._carrier_of(identity)
+        carrier = self._carrier_of(identity, source_rank, self.rank)
         pending = carrier.receive(source_rank, identity)
         self._carrier[pending] = carrier
         return pending
@@ -107,9 +110,13 @@ class LanedTransport(Transport):
         for transport in self._all:
             transport.reserve(counts)
 
+    def clock_of(self, rank: int) -> float:
+        """See :meth:`Transport.clock_of`."""
+        return self._default.clock_of(rank)
+
     def stand_by(self, source_rank: int, like: Identity, count: int) -> None:
         """See :meth:`Transport.stand_by`."""
-        self._carrier_of(like).stand_by(source_rank, like, count)
+        self._carrier_of(like, source_rank, self.rank).stand_by(source_rank, like, count)
 
     def waiting_for(self, rank: int) -> Identity | None:
         """See :meth:`Transport.waiting_for`."""
@@ -129,6 +136,8 @@ class LanedTransport(Transport):
         for transport in reversed(self._all):
             transport.close()
 
-    def _carrier_of(self, identity: Identity) -> Transport:
+    def _carrier_of(self, identity: Identity, source: int, destination: int) -> Transport:
         lane = self.lane_of(identity)
-        return self._default if lane is None else self._lanes[lane]
+        if lane is not None:
+            return self._lanes[lane]
+        return self._default if self._default.carries(identity, source, destination) else self._rest

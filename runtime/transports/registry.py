@@ -1,7 +1,8 @@
 """Transports by name: adaptra's own, and those that installed packages add.
 
 A package adds a transport by an entry point in the group ``adaptra.transports``. Its object is called with the options given to
-:func:`create_transport` and returns a :class:`Transport`. The names ``c10d``, ``delegate`` and ``local`` are adaptra's own.
+:func:`create_transport` and returns a :class:`Transport`. The names ``c10d``, ``delegate``, ``local`` and ``nccl`` are
+adaptra's own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ _BUILT_IN: Final = {
     "c10d": ("adaptra.runtime.transports.c10d.c10d", "C10dTransport"),
     "delegate": ("adaptra.runtime.transports.delegate.join", "join"),
     "local": ("adaptra.runtime.transports.local", "LocalTransport"),
+    "nccl": ("adaptra.runtime.transports.nccl.join", "join"),
 }
 
 
@@ -38,7 +40,8 @@ def create_transport(transport: str | Transport, **options: Any) -> Transport:
     Args:
         transport: A name, or a transport, which is returned as it is.
         options: Passed to the named transport: ``hub`` and ``rank`` for ``local``; ``members``, ``device`` and ``backend`` for
-            ``c10d``; ``members``, ``device``, ``addresses`` and ``timing`` for ``delegate``.
+            ``c10d``; ``members``, ``device``, ``addresses`` and ``timing`` for ``delegate``. For ``nccl`` these and
+            ``edges``.
 
     Raises:
         LaunchError: No transport or several have that name, or it can't be loaded or does not return a transport. Or options

@@ -446,7 +446,7 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         for dtype in (torch.int64, torch.bool, torch.float64)
     ),
     (
-        "Options(delegate=...) with transport '…': expected c10d, whose slow edges the delegate takes over",
+        "Options(delegate=...) with transport '…': expected c10d or nccl, whose slow edges the delegate takes over",
         options(delegate=True),
     ),
     ("on_event=…: expected a function that is called with each event, or None", options(on_event=[])),

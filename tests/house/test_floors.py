@@ -17,7 +17,7 @@ FLOORS = """
     graph.ops graph.effects graph.capture graph.partition graph.stages graph.backward graph
     passes planning planning.routes planning.layouts planning.remedies planning.responses planning.explaining
     runtime.world runtime.control_store runtime.transports runtime.devices runtime.transports.staging
-    runtime.transports.c10d runtime.transports.delegate
+    runtime.transports.c10d runtime.transports.delegate runtime.transports.nccl
     runtime.rdma runtime.injection runtime.measuring runtime.detection runtime.data_parallel.collectives runtime.data_parallel
     runtime.membership runtime.exchange runtime.launch runtime.state
     runtime.control.mail runtime.control.plans runtime.control.agreement runtime.control.deciding runtime.control

@@ -133,8 +133,9 @@ class Detector:
                     self.report(Kind.EARLY_FREE, f"pinned memory is given back while {use} may use it")
 
     def record_stream(self, address: int, line: Line) -> None:
-        """Let the allocator know that a stream uses memory."""
-        self._blocks[address].recorded.add(line)
+        """Let the allocator know that a stream uses memory; a tensor without elements has none."""
+        if block := self._blocks.get(address):
+            block.recorded.add(line)
 
     def work_failed(self, address: int) -> None:
         """Note that memory holds what is left of a failed operation."""

@@ -124,6 +124,6 @@ def test_what_is_no_address_is_refused(addresses: Any) -> None:
         Options(addresses=addresses)
 
 
-def test_the_delegate_takes_over_edges_of_c10d_only() -> None:
-    with pytest.raises(LaunchError, match=r"Options\(delegate=...\) with transport 'local': expected c10d"):
+def test_the_delegate_takes_over_edges_of_c10d_and_nccl_only() -> None:
+    with pytest.raises(LaunchError, match=r"Options\(delegate=...\) with transport 'local': expected c10d or nccl"):
         launch(2, "local", {}, 5, with_delegate=True)

@@ -1,0 +1,1 @@
+"""The transport over NCCL, for ranks that have a GPU each."""
