@@ -19,8 +19,8 @@ from fake_cuda.machine import the_machine
 _HERE: Final = Path(__file__).resolve().parent
 _TESTS: Final = _HERE.parents[1]
 _TORCH: Final = Path(torch.__file__).resolve().parent
-_OF_MODULES: Final = {"nn", "_jit_internal.py", "functional.py", "overrides.py", "utils"}
-"""The parts of torch that make tensors for whoever calls them. Others, as its optimizers, keep theirs where they want them."""
+_OF_ITS_OWN: Final = {"optim", "distributed"}
+"""The parts of torch that keep their tensors where they want them. Others make them for whoever calls."""
 
 
 class MadeByTests(TorchFunctionMode):
@@ -84,5 +84,5 @@ def _is_of_a_test(file: str) -> bool | None:
     if _TESTS in path.parents:
         return True
     if _TORCH in path.parents:
-        return None if path.relative_to(_TORCH).parts[0] in _OF_MODULES else False
+        return False if path.relative_to(_TORCH).parts[0] in _OF_ITS_OWN else None
     return None if "site-packages" in path.parts or not path.is_relative_to(_TESTS.parent) else False
