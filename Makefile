@@ -13,7 +13,9 @@ CXX_TESTS := $(wildcard tests/cxx/*.cc tests/cxx/*.h tests/links/*.cc tests/link
 FUZZ_SECONDS ?= 10
 ONE_PROCESS := not processes and not root and not rdma
 # The suites that run on the stand-in for CUDA (tests/fake_cuda) as they are.
-ON_FAKE_CUDA := $(addprefix tests/,graph/backward graph/ops/test_fresh_tensors.py runtime/devices/test_device_clock.py)
+ON_FAKE_CUDA := $(addprefix tests/,graph/backward graph/ops/test_fresh_tensors.py runtime/devices/test_device_clock.py \
+	end_to_end/test_training_processes.py::test_models_train_bitwise_over_the_delegate \
+	$(addprefix end_to_end/test_architectures.py::test_it_trains_bitwise_as_in_one_process,[GPT-2-2] [ResNet-50-2] [U-Net-2]))
 ON_ALL_CORES := --numprocesses=logical --dist=worksteal
 
 .DEFAULT_GOAL := help

@@ -51,11 +51,11 @@ def on_device(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.config.getoption("--device") == "cpu":
         yield
         return
-    from fake_cuda.made_by_tests import MadeByTests
+    from fake_cuda.made_by_tests import on_the_stand_in
 
     if (reason := cannot_run_on_cuda(request.node.nodeid)) is not None:
         pytest.skip(reason)
-    with MadeByTests():
+    with on_the_stand_in():
         yield
 
 

@@ -11,7 +11,7 @@ from architecture_table import DOCUMENT, row_of, rows_of
 from architecture_table import STAGES as TABLED
 from architectures import ARCHITECTURES, Checkpointed
 from models import GPT, Batch, Example, token_loss, tokens
-from processes import run_processes
+from processes import are_on_cuda, run_processes
 from training import Step, compiled, differences, train, train_alone
 
 from adaptra.graph.ops.fake import without_onednn
@@ -48,7 +48,8 @@ def test_it_trains_bitwise_as_in_one_process(name: str, stages: int) -> None:
         other = str(built.compiled.difference)
         assert ("module layers.0 (LSTM)" in other and "mkldnn" in other) if name in ROUNDED_OTHERWISE else other == "None"
         assert differences(train(pipe, batches(name)), expected) == []
-        if stages == TABLED:
+        # The table is of CPUs: attention has another form on the stand-in for CUDA, and the stages other lengths.
+        if stages == TABLED and not are_on_cuda():
             assert row_of(name, example.make(), built.compiled) == rows_of(DOCUMENT.read_text())[name][:-1]
 
 

@@ -88,6 +88,28 @@ def reading_pinned_memory_before_the_copy_to_it(is_faulty: bool) -> None:
     torch.cuda.synchronize()
 
 
+@program("RACE", "Tensor.numpy on the host reads pinned memory")
+def looking_at_pinned_memory_before_the_copy_to_it(is_faulty: bool) -> None:
+    torch = torch_()
+    host = torch.empty(4, pin_memory=True)
+    host.copy_(torch.ones(4, device="cuda"), non_blocking=True)
+    if not is_faulty:
+        torch.cuda.current_stream().synchronize()
+    host.numpy()
+    torch.cuda.synchronize()
+
+
+@program("RACE", "Tensor.tolist on the host reads pinned memory")
+def listing_pinned_memory_before_the_copy_to_it(is_faulty: bool) -> None:
+    torch = torch_()
+    host = torch.empty(4, pin_memory=True)
+    host.copy_(torch.ones(4, device="cuda"), non_blocking=True)
+    if not is_faulty:
+        torch.cuda.current_stream().synchronize()
+    host.tolist()
+    torch.cuda.synchronize()
+
+
 @program("RACE", "on the host writes pinned memory")
 def refilling_pinned_memory_before_the_copy_from_it(is_faulty: bool) -> None:
     torch = torch_()

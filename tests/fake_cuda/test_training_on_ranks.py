@@ -55,7 +55,7 @@ def train(rank: int, device: str, transport: str | None) -> tuple[list[str], lis
 )
 def test_ranks_train_on_their_devices_as_on_the_cpu(ranks: int, transport: str | None) -> None:
     on_cpu = run_processes(train, ranks, "cpu", "c10d", timeout=SOON)
-    on_cuda = run_processes(train, ranks, "cuda", transport, timeout=SOON, is_fresh=True)
+    on_cuda = run_processes(train, ranks, "cuda", transport, timeout=SOON)
     assert [shown for shown, _ in on_cuda] == [shown for shown, _ in on_cpu]
     assert not [one for _, reports in on_cuda for one in reports]
 

@@ -54,7 +54,8 @@ def _server() -> tuple[Any, dict[str, str]]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["warm"])
     environment = _environment()
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # the server is not given this process's path
+    # The server is not given this process's path, and Python's own start looks at its beginning.
+    os.environ["PYTHONPATH"] = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), *sys.path])
     try:
         forkserver.ensure_running()
     finally:
@@ -103,7 +104,8 @@ def run_processes(
     processes, ends = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_run, args=(theirs, function, rank, world_size, port, args), daemon=True)
+        given = (theirs, function, rank, world_size, port, are_on_cuda(), args)
+        process = context.Process(target=_run, args=given, daemon=True)
         process.start()
         theirs.close()
         processes.append(process)
@@ -147,14 +149,37 @@ def _outcome(end: Connection, process: Any) -> Outcome:
         return Outcome(exit_code=process.exitcode)
 
 
-def _run(end: Connection, function: Callable[..., Any], rank: int, world_size: int, port: int, args: tuple[Any, ...]) -> None:
+def are_on_cuda() -> bool:
+    """Whether the calling test makes its tensors on the stand-in for CUDA, as its processes then do."""
+    made_by_tests = sys.modules.get("fake_cuda.made_by_tests")
+    return made_by_tests is not None and made_by_tests.is_on_the_stand_in()
+
+
+def _on_device(rank: int, is_on_cuda: bool) -> contextlib.AbstractContextManager[None]:
+    if not is_on_cuda:
+        return contextlib.nullcontext()
+    from fake_cuda.made_by_tests import on_the_stand_in
+
+    return on_the_stand_in(rank)
+
+
+def _run(
+    end: Connection,
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    port: int,
+    is_on_cuda: bool,
+    args: tuple[Any, ...],
+) -> None:
     os.environ.pop("PYTHONPATH", None)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     try:
         import torch
 
         torch.set_num_threads(1)
-        outcome = Outcome(value=function(rank, *args))
+        with _on_device(rank, is_on_cuda):
+            outcome = Outcome(value=function(rank, *args))
     except BaseException:
         outcome = Outcome(error=traceback.format_exc())
     end.send(outcome)

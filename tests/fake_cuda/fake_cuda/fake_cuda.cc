@@ -713,6 +713,18 @@ class Call {
 };
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  // CUDA's kernel counts integers, which the CPU's does not.
+  static const auto histc = c10::Dispatcher::singleton().findSchemaOrThrow("aten::histc", "");
+  if (op == histc) {
+    auto& counted = torch::jit::peek(*stack, 0, op.schema().arguments().size());
+    const auto dtype = counted.toTensor().scalar_type();
+    if (c10::isIntegralType(dtype, false)) {
+      counted = counted.toTensor().to(at::kDouble);
+      op.callBoxed(stack);
+      stack->back() = stack->back().toTensor().to(dtype);
+      return;
+    }
+  }
   auto outputs = Call(op, stack).run();
   torch::jit::drop(*stack, op.schema().arguments().size());
   for (auto& output : outputs) stack->push_back(std::move(output));
@@ -767,7 +779,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     runtime = object.release().ptr();
     at::addGlobalCallback(at::RecordFunctionCallback(&host_op).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
   });
-  // Ops that torch composes of others on devices without a kernel of their own, while CPUs and CUDA have one.
+  // torch asks whether a device has a kernel of its own for an op, and composes the op of others if not.
   module.def("cover", [](const std::vector<std::string>& names) {
     static torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
     for (const auto& name : names) library.impl(name.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());

@@ -19,6 +19,8 @@ from fake_cuda.building import EXTENSION, build, torch_folder
 
 DEVICES: Final = "FAKE_CUDA_DEVICES"
 """The environment variable with the number of devices, for processes that a test starts."""
+_CHOSEN_BY_DEVICE: Final = {"aten::convolution", "aten::convolution_backward"}
+"""Ops that take other kernels on CUDA than on CPUs, though they are written once for all devices."""
 _SITE: Final = str(Path(__file__).resolve().parent / "site")
 
 
@@ -88,9 +90,8 @@ class _Loader:
         spec.loader.exec_module(extension)
         sys.modules[EXTENSION] = extension
         registered: Any = importlib.import_module("torch")._C._dispatch_get_registrations_for_dispatch_key
-        composite = ("CompositeExplicitAutogradNonFunctional", "CompositeExplicitAutograd", "CompositeImplicitAutograd")
-        composed = {name for key in composite for name in registered(key)}
-        extension.cover([name for name in composed & {*registered("CPU")} - {*registered("CUDA")} if name.startswith("aten::")])
+        of_the_cpu = {name for name in registered("CPU") if name.startswith("aten::")} | _CHOSEN_BY_DEVICE
+        extension.cover(sorted(of_the_cpu - {*registered("CUDA")}))
         from fake_cuda import machine, torch_cuda
 
         machine.MACHINE = machine.Machine(extension, self._devices)

@@ -161,7 +161,7 @@ class Machine:
         self._is_running = False
         self._error: BaseException | None = None
         self._contexts: dict[int, str] = {}
-        self._chosen: set[int] = set()
+        self._chosen = threading.local()
         os.register_at_fork(after_in_child=self._forked)
 
     # What tests use.
@@ -177,9 +177,10 @@ class Machine:
         self.take(self.current_line(), seconds)
 
     def forget(self) -> None:
-        """Begin anew: no reports, no synchronisations."""
+        """Begin anew: no reports, no synchronisations, no contexts."""
         self.detector.reports.clear()
         self.syncs.clear()
+        self._contexts.clear()
 
     # Streams and their work.
 
@@ -384,14 +385,17 @@ class Machine:
     def set_device(self, device: int) -> None:
         """Choose the calling thread's device."""
         self.extension.set_device(device)
-        self._chosen.add(_thread.get_ident())
+        self._chosen.has = True
         self.touch(device)
+
+    def _has_chosen(self) -> bool:
+        return getattr(self._chosen, "has", False)
 
     def touch(self, device: int) -> None:
         """Note that the calling thread uses a device, of which CUDA makes a context then; report one that nobody chose."""
         if device in self._contexts:
             return
-        if self._contexts and _thread.get_ident() not in self._chosen and self.extension.device() == device == 0:
+        if self._contexts and not self._has_chosen() and self.extension.device() == device == 0:
             self.detector.report(
                 Kind.WRONG_DEVICE,
                 f"a thread that has never set its device makes a context on device 0, in a process that uses {self._contexts}",
@@ -404,7 +408,7 @@ class Machine:
         Such a thread gets device 0, although the process works on another one.
         """
         device = self.extension.device()
-        if _thread.get_ident() not in self._chosen and self._contexts and device not in self._contexts:
+        if not self._has_chosen() and self._contexts and device not in self._contexts:
             self.detector.report(Kind.WRONG_DEVICE, f"{what} on device {device}, which this thread has not set")
         self._contexts.setdefault(device, named(here()[:1]))
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,15 +13,21 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
-from fake_cuda.places import here
+from fake_cuda import engine
+from fake_cuda.machine import the_machine
 
-_TESTS: Final = Path(__file__).resolve().parents[2]
+_HERE: Final = Path(__file__).resolve().parent
+_TESTS: Final = _HERE.parents[1]
+_TORCH: Final = Path(torch.__file__).resolve().parent
+_OF_ITS_OWN: Final = {"optim", "distributed"}
+"""The parts of torch that keep their tensors where they want them. Others make them for whoever calls."""
 
 
 class MadeByTests(TorchFunctionMode):
-    """Gives a device to each call that makes a tensor, names none, and comes from a file of tests.
+    """Gives a device to each call that makes a tensor, names none, and comes from a test.
 
-    Product code that forgets the device of its model still gets a tensor on the CPU, as a user would.
+    A library's model counts as the test's that makes it. Product code that forgets the device of its model still gets a tensor
+    on the CPU, as a user would.
     """
 
     def __torch_function__(
@@ -35,6 +44,45 @@ class MadeByTests(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@contextmanager
+def on_the_stand_in(rank: int = 0) -> Generator[None]:
+    """Have the calling thread's tests on a rank's device.
+
+    Raises:
+        AssertionError: The stand-in reported a fault in their order of streams, events and memory.
+    """
+    engine.watch()
+    machine = the_machine()
+    machine.forget()
+    torch.cuda.set_device(rank % machine.devices)
+    with MadeByTests():
+        yield
+    reports = [*map(str, machine.detector.reports)]
+    assert not reports, "\n".join(reports)
+
+
+def is_on_the_stand_in() -> bool:
+    """Whether tests of the calling thread make their tensors on the device."""
+    return any(isinstance(mode, MadeByTests) for mode in torch.overrides._get_current_function_mode_stack())
+
+
 def _is_called_by_a_test() -> bool:
-    place = here()
-    return bool(place) and _TESTS in Path(place[0][0]).parents
+    frame = sys._getframe(1)
+    while frame is not None:
+        if (is_test := _is_of_a_test(frame.f_code.co_filename)) is not None:
+            return is_test
+        frame = frame.f_back
+    return False
+
+
+@cache
+def _is_of_a_test(file: str) -> bool | None:
+    """Whether a file is a test's; None for one that makes tensors for whoever calls it."""
+    path = Path(file)
+    if _HERE in path.parents:
+        return None
+    if _TESTS in path.parents:
+        return True
+    if _TORCH in path.parents:
+        return False if path.relative_to(_TORCH).parts[0] in _OF_ITS_OWN else None
+    return None if "site-packages" in path.parts or not path.is_relative_to(_TESTS.parent) else False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -134,6 +135,29 @@ def _exchange_device(device: int) -> int:
     return before
 
 
+def _maybe_exchange_device(device: int) -> int:
+    return _exchange_device(device)  # torch.compile knows both, by what they are
+
+
+def _new_storage(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make a storage of the device too, which torch's own class refuses in a torch without CUDA."""
+    if "device" not in kwargs or torch.device(kwargs["device"]).type != "cuda":
+        return torch._C.StorageBase.__new__(cls, *args, **kwargs)
+    return torch.empty(*args or (0,), dtype=torch.uint8, **kwargs).untyped_storage()
+
+
+def _seen_by_the_detector(name: str) -> Callable[..., Any]:
+    """Wrap a method of host tensors that reads memory without an op, and so might read what a stream still copies."""
+    method = getattr(torch.Tensor, name)
+
+    def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if type(tensor) is torch.Tensor and tensor.is_cpu and tensor.layout is torch.strided:
+            the_machine().host_op(f"Tensor.{name}", [tensor.untyped_storage().data_ptr()], [])
+        return method(tensor, *args, **kwargs)
+
+    return functools.wraps(method)(read)
+
+
 def synchronize(device: Any = None) -> None:
     """See :func:`torch.cuda.synchronize`."""
     the_machine().synchronize_device(_index(device))
@@ -196,13 +220,17 @@ def install(machine: Machine) -> None:
     never: Callable[..., None] = lambda *_, **__: None  # noqa: E731
     generators = tuple(_extension().default_generator(index) for index in range(machine.devices))
     torch.cuda.default_generators = generators
+    for name in ("numpy", "tolist", "__array__"):
+        setattr(torch.Tensor, name, _seen_by_the_detector(name))
+    storages: Any = torch.UntypedStorage
+    storages.__new__ = _new_storage
     functions: dict[str, Any] = {
         "Event": Event,
         "Stream": Stream,
         "StreamContext": stream,
         "_exchange_device": _exchange_device,
         "_lazy_init": never,
-        "_maybe_exchange_device": _exchange_device,
+        "_maybe_exchange_device": _maybe_exchange_device,
         "_sleep": _sleep,
         "cudart": lambda: runtime,
         "current_device": lambda: _extension().device(),
