@@ -34,7 +34,7 @@ def record_often(ranks: int, microbatches: int, times: int) -> float:
         begun = time.perf_counter()
         monitor.begin_step()
         for op in records.ops:
-            monitor.wait(op.op, 0.001)
+            monitor.wait(op.op, op.start - 0.001, op.start)
             monitor.op(*op)
         for message in records.messages:
             monitor.message(*message)
