@@ -79,11 +79,12 @@ def sabotages() -> Mapping[str, tuple[Sabotage, str]]:
 
     from adaptra.graph.capture import batch
     from adaptra.runtime.devices.device_clock import OpClock
-    from adaptra.runtime.transports.delegate import staging
     from adaptra.runtime.transports.delegate.gpu import GpuDelegateTransport
+    from adaptra.runtime.transports.staging import staging
+    from adaptra.runtime.transports.staging.room import Room
     from adaptra.runtime.worker.stages import loss_reduction, stage
 
-    copies, direction = staging.Staging, staging._Direction
+    copies = staging.Staging
     cuda: Any = torch.cuda
 
     def together(*sabotages: Sabotage) -> Sabotage:
@@ -115,15 +116,17 @@ def sabotages() -> Mapping[str, tuple[Sabotage, str]]:
         return call
 
     def on_the_present_stream(before: Any) -> Any:
-        return lambda self: cuda.current_stream(self.stream.device).record_event()
+        return lambda stream: cuda.current_stream(stream.device).record_event()
 
     def the_first(before: Any) -> Any:
-        return lambda self: vars(self).setdefault("the_first", before(self))
+        first: dict[Any, Any] = {}
+        return lambda stream: first.setdefault(stream, before(stream))
 
     def on_the_host(before: Any) -> Any:
-        def call(self: Any, message: Any) -> Any:
-            _, event = before(self, message)
-            return tuple(view.clone().to(spec.dtype) for view, spec in zip(message.views, message.specs, strict=True)), event
+        def call(self: Any, specs: Any) -> Any:
+            room = before(self, specs)
+            room.tensors = tuple(one.cpu() for one in room.tensors)
+            return room
 
         return call
 
@@ -157,16 +160,16 @@ def sabotages() -> Mapping[str, tuple[Sabotage, str]]:
             of(replaced, stage.TrainingStage, "weight_grad", on_a_side_stream),
             "race",
         ),
-        "an event is recorded on another stream": (of(replaced, direction, "record", on_the_present_stream), "race"),
-        "an event of an earlier copy is waited for": (of(replaced, direction, "record", the_first), "race"),
-        "an event is never recorded": (of(missing, Event, "record", "record"), "event that was never recorded"),
+        "an event is recorded on another stream": (of(replaced, staging, "recorded", on_the_present_stream), "race"),
+        "an event of an earlier copy is waited for": (of(replaced, staging, "recorded", the_first), "race"),
+        "an event is never recorded": (of(missing, Event, "record", "recorded"), "event that was never recorded"),
         "a sent tensor is changed before its copy": (
             of(after_each, GpuDelegateTransport, "_fill", overwrite),
             "overwrites what",
         ),
         # Memory.
         "a sent tensor is freed before its copy": (of(missing, torch.Tensor, "record_stream", "to_host"), "early free"),
-        "what arrived is freed before its use": (of(missing, torch.Tensor, "record_stream", "hand_over"), "early free"),
+        "what arrived is overwritten before its use": (of(replaced, Room, "wait", lambda _: lambda self: None), "race"),
         "memory is unpinned while it is copied": (
             together(of(missing, Event, "synchronize", "_run"), of(missing, Stream, "synchronize", "close")),
             "pinned memory is given back",
@@ -197,7 +200,7 @@ def sabotages() -> Mapping[str, tuple[Sabotage, str]]:
         "a thread keeps device 0": (of(missing, cuda, "set_device", "_prefetch"), "wrong device"),
         "memory is pinned by a thread on device 0": (of(replaced, copies, "pin", in_a_new_thread), "cudaHostRegister"),
         "what arrived stays on the host": (
-            together(of(replaced, copies, "to_device", on_the_host), of(missing, torch.Tensor, "record_stream", "hand_over")),
+            of(replaced, copies, "make_room", on_the_host),
             "on the same device",
         ),
         "the first gradient is on the host": (

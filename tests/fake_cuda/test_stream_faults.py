@@ -238,3 +238,13 @@ def test_a_backward_over_two_streams_is_ordered_by_autograd(machine: Machine) ->
     product.sum().backward()
     assert weight.grad.tolist() == [3.0] * 4
     assert not machine.detector.reports, [*map(str, machine.detector.reports)]
+
+
+def test_tensors_without_elements_share_no_memory(machine: Machine) -> None:
+    """torch makes these results empty first, and then gives them memory of their own."""
+    torch = torch_()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        first = torch.arange(4, device="cuda")
+    second = torch.arange(4, device="cuda")
+    assert not machine.detector.reports, [str(one) for one in machine.detector.reports]
+    del first, second

@@ -143,11 +143,11 @@ class Detector:
             block.is_of_failed_work = True
 
     def work(self, op: str, line: Line, reads: Iterable[int], writes: Iterable[int]) -> None:
-        """Put work on a stream, and report what it uses too early."""
+        """Put work on a stream, and report what it uses too early. A tensor without elements has no memory, at address 0."""
         clock = self.launch(line)
         place = here()
-        written = set(writes)
-        for address in {*reads} - written:
+        written = {*writes} - {0}
+        for address in {*reads} - written - {0}:
             self._use(self._block(address), Access(line, clock[line], op, place), clock, is_write=False)
         for address in written:
             self._use(self._block(address), Access(line, clock[line], op, place), clock, is_write=True)
