@@ -86,7 +86,7 @@ alone: $(READY) ## the tests that measure times, or join hosts by links: one at 
 
 # torch takes the stand-in only when it is imported, so these have processes of their own. It is built at first use.
 fake_cuda: $(READY) ## the tests of the stand-in for CUDA, and suites that run on it
-	OMP_NUM_THREADS=1 $(BIN)/pytest --device=cuda -m "not alone" $(ON_ALL_CORES) tests/fake_cuda $(ON_FAKE_CUDA)
+	OMP_NUM_THREADS=1 $(BIN)/pytest --device=cuda -m "not (alone or gpu)" $(ON_ALL_CORES) tests/fake_cuda $(ON_FAKE_CUDA)
 	OMP_NUM_THREADS=1 $(BIN)/pytest --device=cuda -m alone tests/fake_cuda
 
 rdma: $(READY) ## the tests that boot the lab of RDMA devices

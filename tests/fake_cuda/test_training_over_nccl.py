@@ -188,6 +188,7 @@ def train_until_an_edge_has_moved(rank: int) -> dict[str, Any]:
     }
 
 
+@pytest.mark.alone
 def test_a_slow_edge_moves_alone_at_one_step_on_all_ranks_and_changes_no_number(four_devices: None) -> None:
     """Rules 1, 3 and 4: bitwise equal before, during and after; a slow edge leaves NCCL and the others stay."""
     ranks = run_processes(train_until_an_edge_has_moved, 4, timeout=SOON, is_fresh=True)
