@@ -63,6 +63,11 @@ def pytest_collection_finish() -> None:
     """Have the collector look at what tests make only: torch, sympy and the tests themselves are a million objects."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Let the interpreter take down what was frozen, of which extensions else complain as of leaks."""
+    gc.unfreeze()
     gc.set_threshold(20_000, 20, 20)
 
 

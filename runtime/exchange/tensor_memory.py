@@ -111,7 +111,7 @@ class TensorForm:
         plain = tensor.detach().resolve_conj().resolve_neg()
         for dimension, size in enumerate(self._once):
             plain = plain.narrow(dimension, 0, size)
-        return plain.permute(self._order).cpu().contiguous().reshape(-1).view(torch.uint8)
+        return plain.permute(self._order).cpu().contiguous().as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
     def unpack(self, body: Tensor) -> Tensor:
         """Return the tensor whose bytes are ``body``, which :meth:`pack` gave, and which may become its memory.

@@ -79,7 +79,7 @@ def train_while_slow() -> tuple[list[Batch], list[Step], list[Plan], tuple[Contr
         options=adaptra.Options(
             lossy_bf16="slow",
             emulate=adaptra.EmulatedDevice(0.001, 0.001, 0.001),
-            faults=["rate 0-1 40kB @10..30"],
+            faults=["rate 0-1 30kB @10..30"],
         ),
     ) as pipe:
         optimizer = adam(pipe.parameters())

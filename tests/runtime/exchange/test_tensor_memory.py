@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -30,6 +30,8 @@ def told(form: TensorForm) -> TensorForm:
 
 
 @given(tensors())
+@example(torch.randn(1).expand(2))
+@example(torch.randn(3)[::2][1:])
 def test_a_tensor_comes_back_in_its_form_or_in_a_dense_one(tensor: Tensor) -> None:
     form, dense = TensorForm.of(tensor), TensorForm.dense(tensor)
     for one in (form, dense):

@@ -186,7 +186,7 @@ class TestRegistry:
 
     def test_an_installed_package_adds_a_transport(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.install(tmp_path, monkeypatch)
-        assert transport_names() == ("c10d", "delegate", "local", "pigeon")
+        assert transport_names() == ("c10d", "delegate", "local", "nccl", "pigeon")
         assert create_transport("pigeon", rank=1).rank == 1
 
     def test_two_packages_of_one_name_are_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
