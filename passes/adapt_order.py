@@ -110,7 +110,7 @@ def search(
     _refuse_impossible_limit(case)
     if effort is None:
         effort = UNLIMITED if budget is not None else max(LEAST_EFFORT, LEAST_ROUNDS * 3 * stages * microbatches)
-    found = _C.search_orders(
+    shortest = _C.search_orders(
         pipeline_of(case, case.cost),
         limits,
         _starts(case, limits),
@@ -124,9 +124,9 @@ def search(
     best = None if incumbent is None else simulate(incumbent, cost)
     if best is not None and not _fits(best, limits):
         best = None
-    if found is None:
+    if shortest is None:
         return one_at_a_time(case.placement, microbatches) if best is None else best.program
-    makespan, orders = found
+    makespan, orders = shortest
     if best is not None and best.makespan <= makespan:
         return best.program
     return Program.of_pipeline(ADAPTED, case.placement, microbatches, orders.computed())

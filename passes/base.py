@@ -73,13 +73,13 @@ class Pass(ABC):
         return cls(**values)
 
     def __str__(self) -> str:
-        given: list[str] = []
+        options: list[str] = []
         for entry in dataclasses.fields(self):
             value = getattr(self, entry.name)
             if value != entry.default:
                 form: OptionForm = entry.metadata["form"]
-                given.append(f"{entry.name}={form.print(value)}")
-        return f"{self.name}{{{','.join(given)}}}" if given else self.name
+                options.append(f"{entry.name}={form.print(value)}")
+        return f"{self.name}{{{','.join(options)}}}" if options else self.name
 
 
 class OptionForm(ABC):

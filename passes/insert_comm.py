@@ -145,7 +145,7 @@ class Message(NamedTuple):
 
 def _channels(program: Program, hands_over: bool) -> Mapping[Channel, list[Message]]:
     """Return all messages between ranks, on each channel in the order in which they are sent."""
-    found: defaultdict[Channel, list[Message]] = defaultdict(list)
+    channels: defaultdict[Channel, list[Message]] = defaultdict(list)
     places = {op: (rank, index) for rank, order in enumerate(program.orders) for index, op in enumerate(order)}
     stays_home = program.routing.stays_at_home
     for consumer, place in places.items():
@@ -160,10 +160,10 @@ def _channels(program: Program, hands_over: bool) -> Mapping[Channel, list[Messa
             send = Op(stage, SENT_BY[kind], microbatch, None, replica)
             receive = Op(consumer.stage, kind, consumer.microbatch, None, replica)
             channel = Channel(source[0], place[0], kind is Kind.RECV_F, kind is Kind.RECV_W)
-            found[channel].append(Message(producer, send, receive, source, place))
-    for messages in found.values():
+            channels[channel].append(Message(producer, send, receive, source, place))
+    for messages in channels.values():
         messages.sort(key=lambda message: message.source)
-    return found
+    return channels
 
 
 def _places(messages: Sequence[Message], ahead: int) -> list[tuple[int, int]]:

@@ -108,13 +108,13 @@ def _with_messages(program: Program, sends: Sequence[Op], ahead: int) -> Program
             moved.add(message.receive)
     orders: list[tuple[Op, ...]] = []
     for rank, order in enumerate(program.orders):
-        made: list[Op] = []
+        ops: list[Op] = []
         for number in range(-1, len(order) + 1):
-            made += received_before[rank, number]
+            ops += received_before[rank, number]
             if 0 <= number < len(order) and order[number] not in moved:
-                made.append(order[number])
-            made += sent_behind[rank, number]
-        orders.append(tuple(made))
+                ops.append(order[number])
+            ops += sent_behind[rank, number]
+        orders.append(tuple(ops))
     return replace(program, orders=tuple(orders))
 
 

@@ -46,16 +46,16 @@ class _Parser(ArgumentParser):
     _splits = False
     """Whether options and other arguments are being parsed apart."""
 
-    def parse_known_args(self, *given: Any, **named: Any) -> Any:
+    def parse_known_args(self, *arguments: Any, **named: Any) -> Any:
         """Parse a command's options first, so that they may stand between arguments of which one may be left out.
 
         In Python 3.11 argparse alone leaves such an argument out if an option follows the next one.
         """
         if self._splits or self._subparsers is not None:
-            return super().parse_known_args(*given, **named)
+            return super().parse_known_args(*arguments, **named)
         self._splits = True
         try:
-            return self.parse_known_intermixed_args(*given, **named)
+            return self.parse_known_intermixed_args(*arguments, **named)
         finally:
             self._splits = False
 
@@ -175,13 +175,13 @@ def _job(parser: ArgumentParser) -> None:
     )
 
 
-def _duration(given: str) -> float:
+def _duration(text: str) -> float:
     try:
-        value = float(given)
+        value = float(text)
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value >= 0):
-        raise ArgumentTypeError(f"{given!r}: expected a number that is not negative")
+        raise ArgumentTypeError(f"{text!r}: expected a number that is not negative")
     return value
 
 

@@ -129,12 +129,12 @@ def _as_text(timeline: Timeline, width: int) -> str:
 def _trace_run(options: Namespace) -> str:
     if len(options.files) > 1 or options.slow_edge:
         raise ReportError(f"trace {' '.join(options.files)}: expected traces only, or one folder of a run and no --slow-edge")
-    found = load_run(options.files[0])
+    run = load_run(options.files[0])
     if options.output is not None:
-        run_page.draw_run(found, options.output, title=options.title)
+        run_page.draw_run(run, options.output, title=options.title)
     if options.json:
-        return as_json(found.to_json())
-    return summary(found) if options.output is None else ""
+        return as_json(run.to_json())
+    return summary(run) if options.output is None else ""
 
 
 def _generate(name: str, stages: int, microbatches: int) -> Program:

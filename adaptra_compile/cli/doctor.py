@@ -45,13 +45,13 @@ def examine() -> dict[str, Any]:
     }
 
 
-def report(found: dict[str, Any]) -> str:
+def report(findings: dict[str, Any]) -> str:
     """Return the findings of :func:`examine` as text for people."""
-    torch = found["torch"]
+    torch = findings["torch"]
     lines = [
-        ("adaptra", found["adaptra"]),
-        ("python", f"{found['python']}, {found['system']}"),
-        ("extension", "built" if found["extension"] else "missing: pip install . builds it"),
+        ("adaptra", findings["adaptra"]),
+        ("python", f"{findings['python']}, {findings['system']}"),
+        ("extension", "built" if findings["extension"] else "missing: pip install . builds it"),
         ("torch", "missing: pip install torch" if torch is None else torch["version"]),
     ]
     if torch is not None:
@@ -60,16 +60,16 @@ def report(found: dict[str, Any]) -> str:
         lines.append(("accelerator", torch["accelerator"] or "none"))
         if (torch["accelerator"] or "").endswith("cuda"):
             lines.append(("deterministic", _deterministic(torch["cublas_workspace"])))
-    lines += [(name, found[name] or f"missing: pip install {name}") for name in ("sympy", "rich")]
+    lines += [(name, findings[name] or f"missing: pip install {name}") for name in ("sympy", "rich")]
     for extra, (packages, use) in EXTRAS.items():
-        installed = found["extras"][extra]["version"]
+        installed = findings["extras"][extra]["version"]
         shown = zip(packages, installed.split(", "), strict=True) if installed else ()
         state = ", ".join(map(" ".join, shown)) if installed else f"missing, needed for {use}: pip install 'adaptra[{extra}]'"
         lines.append((f"extra {extra}", state))
-    lines += [("untested", f"{package} {reason}") for package, reason in found["untested"].items()]
+    lines += [("untested", f"{package} {reason}") for package, reason in findings["untested"].items()]
     missing = "not found: RDMA devices can't be used; install libibverbs (Debian: libibverbs1 ibverbs-providers)"
-    lines.append(("libibverbs", found["libibverbs"] or missing))
-    lines += _report_rdma(found["rdma"])
+    lines.append(("libibverbs", findings["libibverbs"] or missing))
+    lines += _report_rdma(findings["rdma"])
     width = max(len(name) for name, _ in lines) + 2
     return "".join(f"{name:<{width}}{state}\n" for name, state in lines)
 
@@ -86,23 +86,23 @@ def _rdma() -> dict[str, Any]:
     """Return the path of pyverbs and the RDMA ports that it finds, or the reason why there are none."""
     from adaptra.runtime.rdma import devices as rdma
 
-    found: dict[str, Any] = {"pyverbs": None, "reason": None, "ports": []}
+    findings: dict[str, Any] = {"pyverbs": None, "reason": None, "ports": []}
     try:
-        found["pyverbs"] = rdma.load_pyverbs().__file__
-        found["ports"] = [port.to_json() for port in rdma.find_ports()]
+        findings["pyverbs"] = rdma.load_pyverbs().__file__
+        findings["ports"] = [port.to_json() for port in rdma.find_ports()]
     except (MissingExtraError, OSError) as error:
-        found["reason"] = str(error)
+        findings["reason"] = str(error)
     else:
-        if not found["ports"]:
-            found["reason"] = "this machine has no RDMA device"
-    return found
+        if not findings["ports"]:
+            findings["reason"] = "this machine has no RDMA device"
+    return findings
 
 
-def _report_rdma(found: dict[str, Any]) -> list[tuple[str, str]]:
-    lines = [("extra rdma", found["pyverbs"] or f"missing, needed to look at RDMA devices: {found['reason']}")]
-    if found["pyverbs"] is not None and found["reason"] is not None:
-        lines.append(("RDMA", f"none: {found['reason']}"))
-    for port in found["ports"]:
+def _report_rdma(findings: dict[str, Any]) -> list[tuple[str, str]]:
+    lines = [("extra rdma", findings["pyverbs"] or f"missing, needed to look at RDMA devices: {findings['reason']}")]
+    if findings["pyverbs"] is not None and findings["reason"] is not None:
+        lines.append(("RDMA", f"none: {findings['reason']}"))
+    for port in findings["ports"]:
         name = f"{port['device']}/{port['number']}"
         if port["unusable"] is not None:
             lines.append(("RDMA", f"{name} unusable: {port['unusable']}"))

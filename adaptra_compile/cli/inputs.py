@@ -34,8 +34,8 @@ def verifier_arguments(case: Case) -> VerifierArguments:
     return {"hands_over": case.hands_over, "barrier": case.barrier, "changing": case.changing}
 
 
-def read_program(given: str, case: Case) -> Program:
-    """Read the program that ``given`` names, verify it, and check that it fits the case.
+def read_program(name: str, case: Case) -> Program:
+    """Read the program that a user calls ``name``, verify it, and check that it fits the case.
 
     ``-`` means standard input. A name of :func:`adaptra.program.schedules.generate_for` means the schedule of the case's size.
     A file ending in ``.csv`` has torch's form, and every other file the text form.
@@ -44,18 +44,18 @@ def read_program(given: str, case: Case) -> Program:
         ScheduleError: The program can't be parsed, or no set of ranks can execute it.
         CaseError: The program has other replicas, stages, ranks or microbatches than the case.
     """
-    source = source_for(given, case)
+    source = source_for(name, case)
     source.verify(verifier_arguments(case))
     return source.program
 
 
-def source_for(given: str, case: Case) -> ProgramSource:
+def source_for(name: str, case: Case) -> ProgramSource:
     """Read a program as :func:`read_program` does, and don't verify it."""
-    generated = _generated(given, case)
-    source = read_source(given) if generated is None else ProgramSource(given, None, generated)
+    generated = _generated(name, case)
+    source = read_source(name) if generated is None else ProgramSource(name, None, generated)
     if case.is_one_pipeline:
-        source.program.require_one_pipeline(given)
-        _check_fits(given, source.program, case)
+        source.program.require_one_pipeline(name)
+        _check_fits(name, source.program, case)
     else:
         check_fit(source.program, case)
     return source
@@ -141,14 +141,14 @@ class SweepRange(TypedDict):
     names: NotRequired[list[str]]
 
 
-def read_sweep(given: Sequence[str]) -> SweepRange:
+def read_sweep(words: Sequence[str]) -> SweepRange:
     """Parse the words after ``--sweep``: ``edge=1-2 delay=0:60``, and optionally ``steps=13 names=1f1b,adapted``.
 
     Raises:
         CaseError: A word is invalid. The text names it and the expected form.
     """
     values: dict[str, str] = {}
-    for word in given:
+    for word in words:
         name, equals, value = word.partition("=")
         if name not in ("edge", "delay", "steps", "names") or not equals or name in values:
             raise CaseError(f"sweep {word!r}: expected edge=A-B, delay=FROM:TO, steps=N or names=NAME,…, each once")
@@ -162,26 +162,26 @@ def read_sweep(given: Sequence[str]) -> SweepRange:
     if not (steps.isascii() and steps.isdigit() and 2 <= int(steps) <= _MOST_SWEEP_STEPS):
         raise CaseError(f"sweep steps={steps}: expected a whole number of 2 to {_MOST_SWEEP_STEPS}")
     width = (last - first) / (int(steps) - 1)
-    found = SweepRange(edges=edges, delays=[first + width * step for step in range(int(steps))])
+    sweep = SweepRange(edges=edges, delays=[first + width * step for step in range(int(steps))])
     if "names" in values:
-        found["names"] = values["names"].split(",")
-    return found
+        sweep["names"] = values["names"].split(",")
+    return sweep
 
 
-def read_uncertain(given: Sequence[str]) -> dict[tuple[int, int], dict[float, float]]:
+def read_uncertain(words: Sequence[str]) -> dict[tuple[int, int], dict[float, float]]:
     """Parse the words after ``--uncertain``, such as ``1-2=0:60``: a low and a high delay per directed edge, equally likely.
 
     Raises:
         CaseError: A word is invalid. The text names it and the expected form.
     """
-    found: dict[tuple[int, int], dict[float, float]] = {}
-    for word in given:
+    uncertain: dict[tuple[int, int], dict[float, float]] = {}
+    for word in words:
         edge, equals, delays = word.partition("=")
         if not equals:
             raise CaseError(f"uncertain {word}: expected A-B=LOW:HIGH, such as 1-2=0:60")
         low, high = _range(f"uncertain {word}", delays)
-        found |= {directed: {low: 1.0, high: 1.0} for directed in _edges(f"uncertain {word}", edge)}
-    return found
+        uncertain |= {directed: {low: 1.0, high: 1.0} for directed in _edges(f"uncertain {word}", edge)}
+    return uncertain
 
 
 def _edges(what: str, given: str) -> list[tuple[int, int]]:
@@ -216,7 +216,7 @@ def _generated(name: str, case: Case) -> Program | None:
     return generate_for(name, case.placement, case.microbatches)
 
 
-def _check_fits(given: str, program: Program, case: Case) -> None:
+def _check_fits(name: str, program: Program, case: Case) -> None:
     """Refuse a program of another size than the case.
 
     Raises:
@@ -228,10 +228,10 @@ def _check_fits(given: str, program: Program, case: Case) -> None:
         ("placement", _listed(program.placement), _listed(case.placement)),
     ):
         if has != expected:
-            raise CaseError(f"{given} has {what} {has}, the case {case.name} has {expected}: expected them to be equal")
+            raise CaseError(f"{name} has {what} {has}, the case {case.name} has {expected}: expected them to be equal")
 
 
-def read_source(given: str) -> ProgramSource:
+def read_source(name: str) -> ProgramSource:
     """Read a program from a file, or from standard input for ``-``.
 
     Raises:
@@ -239,23 +239,23 @@ def read_source(given: str) -> ProgramSource:
             the column of what is wrong.
     """
     try:
-        text = sys.stdin.read() if given == "-" else Path(given).read_text(encoding="utf-8")
+        text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ScheduleError(
-            f"{given}: no such file, and no schedule of that name: {', '.join((*GENERATORS, *PLACED))}"
+            f"{name}: no such file, and no schedule of that name: {', '.join((*GENERATORS, *PLACED))}"
         ) from None
     except UnicodeDecodeError as error:
-        raise ScheduleError(f"{given}: not text: {error}") from None
+        raise ScheduleError(f"{name}: not text: {error}") from None
     except OSError as error:
-        raise ScheduleError(f"{given}: {error.strerror}") from None
+        raise ScheduleError(f"{name}: {error.strerror}") from None
     try:
-        if Path(given).suffix.lower() == ".csv":
-            return ProgramSource(given, None, from_csv(text, name=_name(given)))
-        return ProgramSource(given, text, Program.parse(text))
+        if Path(name).suffix.lower() == ".csv":
+            return ProgramSource(name, None, from_csv(text, name=_name(name)))
+        return ProgramSource(name, text, Program.parse(text))
     except ProgramTextError as error:
-        raise ScheduleError(f"{given}:{error.line}:{error.column}: {error.reason}") from None
+        raise ScheduleError(f"{name}:{error.line}:{error.column}: {error.reason}") from None
     except ScheduleError as error:
-        raise ScheduleError(f"{given}: {error}") from None
+        raise ScheduleError(f"{name}: {error}") from None
 
 
 def _name(path: str) -> str:

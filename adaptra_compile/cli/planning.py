@@ -69,13 +69,13 @@ def run_plan(options: Namespace, case: Case) -> str:
 def _of_pipeline(case: Case, simulation: Simulation, exact: Exact | None) -> tuple[dict[str, Any], str]:
     """Return the figures of a plan of one pipeline as JSON values and as text."""
     bound, least = lower_bound(case), PERIOD.bound(case)
-    found, lines = figures(case, simulation, bound, least), headline(case, simulation, bound, least)
+    values, lines = figures(case, simulation, bound, least), headline(case, simulation, bound, least)
     if exact is None:
-        return found, lines
+        return values, lines
     # Behind a barrier the solver's bound, one of makespans, is that of the time that counts.
     is_proven = exact.proven if case.barrier else simulation.period <= least * (1 + _EQUAL)
     proof = _proof(case, exact, least, is_proven=is_proven)
-    return found | {"exact_bound": exact.bound, "proven": is_proven}, lines + proof
+    return values | {"exact_bound": exact.bound, "proven": is_proven}, lines + proof
 
 
 def _of_job(options: Namespace, case: Case, simulation: Simulation) -> tuple[dict[str, Any], str]:
@@ -156,7 +156,7 @@ def _robust(options: Namespace, case: Case) -> str:
 
     scenarios = delay_scenarios(case.cost, read_uncertain(options.uncertain))
     timing = timing_of(barrier=case.barrier)
-    found = robust_plan(
+    plan = robust_plan(
         case,
         scenarios,
         objective=Objective(options.objective),
@@ -164,23 +164,23 @@ def _robust(options: Namespace, case: Case) -> str:
         budget=options.budget,
         timing=timing,
     )
-    program = _write_program(options, case, found.program)
-    simulation, bound, least = simulated(found.program, case), lower_bound(case), PERIOD.bound(case)
+    program = _write_program(options, case, plan.program)
+    simulation, bound, least = simulated(plan.program, case), lower_bound(case), PERIOD.bound(case)
     draw(options, case, [simulation])
     if options.json:
         scenario_figures = {
-            "expected": found.expected,
-            "worst": found.worst,
-            f"{timing.name}s": found.times,
-            "bounds": found.bounds,
+            "expected": plan.expected,
+            "worst": plan.worst,
+            f"{timing.name}s": plan.times,
+            "bounds": plan.bounds,
         }
         return as_json({"program": str(program)} | figures(case, simulation, bound, least) | scenario_figures)
     if options.output is None:
         return str(program)
     return (
         headline(case, simulation, bound, least)
-        + f"expected {timing.name} {found.expected:.10g} over {len(scenarios)} scenarios of {found.candidates} plans compared\n"
-        + f"worst    {timing.name} {found.worst:.10g}\n"
+        + f"expected {timing.name} {plan.expected:.10g} over {len(scenarios)} scenarios of {plan.candidates} plans compared\n"
+        + f"worst    {timing.name} {plan.worst:.10g}\n"
     )
 
 
@@ -205,31 +205,31 @@ def _proof(case: Case, exact: Exact, least_period: float, *, is_proven: bool) ->
 
 
 def _compare(options: Namespace, case: Case, planned: Program) -> str:
-    found = compare(case, [*options.compare, ADAPTED], planned, in_flight=options.in_flight, budget=options.budget)
-    draw(options, case, found.runs)
+    comparison = compare(case, [*options.compare, ADAPTED], planned, in_flight=options.in_flight, budget=options.budget)
+    draw(options, case, comparison.runs)
     if options.json:
         makespan_bound = lower_bound(case) if case.is_one_pipeline else None
-        runs = [figures(case, run, makespan_bound) for run in found.runs]
-        return as_json({"case": case.name, "bound": (makespan_bound or found.bound).value, "runs": runs})
+        runs = [figures(case, run, makespan_bound) for run in comparison.runs]
+        return as_json({"case": case.name, "bound": (makespan_bound or comparison.bound).value, "runs": runs})
     from adaptra.cli import tables
 
-    return tables.comparison(found, line_width(options))
+    return tables.comparison(comparison, line_width(options))
 
 
 def _sweep(options: Namespace, case: Case) -> str:
     from adaptra.cli.inputs import read_sweep
     from adaptra.planning.explaining.comparison import sweep_delay
 
-    found = sweep_delay(case, **read_sweep(options.sweep), in_flight=options.in_flight, budget=options.budget)
+    sweep = sweep_delay(case, **read_sweep(options.sweep), in_flight=options.in_flight, budget=options.budget)
     if options.picture is not None:
         from adaptra.report.sweep import draw_sweep
 
-        draw_sweep(found, options.picture)
+        draw_sweep(sweep, options.picture)
     if options.json:
-        return as_json(found.to_json())
+        return as_json(sweep.to_json())
     from adaptra.cli import tables
 
-    return tables.sweep(found, line_width(options))
+    return tables.sweep(sweep, line_width(options))
 
 
 def planned_for(case: Case, in_flight: int | None = None, budget: float | None = None) -> Program:

@@ -133,10 +133,10 @@ def _trace(options: Namespace, case: Case) -> FailureTrace | None:
 
 
 def _prices(options: Namespace) -> ResponsePrices:
-    given = {name: value for name in _PRICES if (value := getattr(options, name)) is not None}
+    prices = {name: value for name in _PRICES if (value := getattr(options, name)) is not None}
     if options.mtbf is not None:
-        given.setdefault("horizon", options.mtbf)
-    return ResponsePrices(**given)
+        prices.setdefault("horizon", options.mtbf)
+    return ResponsePrices(**prices)
 
 
 def _live_through(job: Resilience, trace: FailureTrace, node: int) -> _Lived:
@@ -158,12 +158,13 @@ def _title(case: Case) -> str:
     return f"{case.name}: {case.replicas} replicas of {case.stages} stages, {case.microbatches} microbatches each"
 
 
-def _decided(found: Decision, width: int) -> str:
-    case = found.case
+def _decided(decision: Decision, width: int) -> str:
+    case = decision.case
     lost = ", ".join(case.place_of(worker) for worker in sorted(case.lost))
     title = (
         f"{_title(case)}{f', lost {lost}' if lost else ''}\n"
-        f"healthy period {found.healthy_period:.6g}, work bound {found.work:.6g}, scaled {found.fault_scaled_period:.6g}, 1F1B "
-        f"{found.one_f_one_b:.6g}; in all: to do what the healthy job does in {found.prices.horizon:g} s"
+        f"healthy period {decision.healthy_period:.6g}, work bound {decision.work:.6g}, "
+        f"scaled {decision.fault_scaled_period:.6g}, 1F1B {decision.one_f_one_b:.6g}; "
+        f"in all: to do what the healthy job does in {decision.prices.horizon:g} s"
     )
-    return f"{tables.responses(title, found, width)}decision of the model, which has watched no job: {found}\n"
+    return f"{tables.responses(title, decision, width)}decision of the model, which has watched no job: {decision}\n"

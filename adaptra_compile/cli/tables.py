@@ -24,18 +24,18 @@ _BEST: Final = "bold"
 _BAD: Final = "red"
 
 
-def comparison(found: Comparison, width: int) -> str:
+def comparison(comparison: Comparison, width: int) -> str:
     """Return a table with one row per plan, in the requested order. The time that the bound is of comes first."""
-    case, bound = found.case, found.bound
+    case, bound = comparison.case, comparison.bound
     replicas = "" if case.is_one_pipeline else f"{case.replicas} replicas of "
     title = f"{case.name}: {replicas}{case.cost.stages} stages, {case.microbatches} microbatches, bound {bound}"
-    times = ("period", "makespan") if found.counts_periods else ("makespan", "period")
+    times = ("period", "makespan") if comparison.counts_periods else ("makespan", "period")
     table = _table("plan", times[0], "÷ bound", times[1], "in flight", "bubble", "memory")
     limit = case.cost.memory_limit if case.is_one_pipeline else case.memory
-    for run in found.runs:
+    for run in comparison.runs:
         over = ", ".join(map(str, run.over_memory))
-        first, second = (run.period, run.makespan) if found.counts_periods else (run.makespan, run.period)
-        ratio = found.of_bound(run)
+        first, second = (run.period, run.makespan) if comparison.counts_periods else (run.makespan, run.period)
+        ratio = comparison.of_bound(run)
         table.add_row(
             run.program.name,
             f"{first:.10g}",
@@ -49,23 +49,23 @@ def comparison(found: Comparison, width: int) -> str:
     return _text(title, table, width)
 
 
-def sweep(found: Sweep, width: int) -> str:
+def sweep(sweep: Sweep, width: int) -> str:
     """Return a table with one row per delay and one column per schedule. Times over the memory limit are in brackets."""
-    edges = ", ".join(f"{source}→{destination}" for source, destination in found.edges)
-    table = _table("delay", "bound", *found.times)
-    for row, (delay, bound) in enumerate(zip(found.delays, found.bounds, strict=True)):
+    edges = ", ".join(f"{source}→{destination}" for source, destination in sweep.edges)
+    table = _table("delay", "bound", *sweep.times)
+    for row, (delay, bound) in enumerate(zip(sweep.delays, sweep.bounds, strict=True)):
         cells = [
-            f"({times[row]:.6g})" if found.over_memory[name][row] else f"{times[row]:.6g}"
-            for name, times in found.times.items()
+            f"({times[row]:.6g})" if sweep.over_memory[name][row] else f"{times[row]:.6g}"
+            for name, times in sweep.times.items()
         ]
         table.add_row(f"{delay:.6g}", f"{bound:.6g}", *cells)
-    return _text(f"{found.case.name}: step time, delay added on edge {edges}", table, width)
+    return _text(f"{sweep.case.name}: step time, delay added on edge {edges}", table, width)
 
 
-def sensitivity(found: Iterable[EdgeSensitivity], width: int) -> str:
+def sensitivity(edges: Iterable[EdgeSensitivity], width: int) -> str:
     """Return a table with one row per directed edge."""
     table = _table("edge", "absorbs", "beyond, per unit", "paid once up to", "in the end, per unit")
-    for edge in found:
+    for edge in edges:
         table.add_row(
             f"{edge.source}→{edge.destination}", f"{edge.absorbs:.6g}", str(edge.slope), f"{edge.once:.6g}", str(edge.most)
         )
@@ -88,16 +88,17 @@ def resilience(title: str, rows: Iterable[Mapping[str, Any]], width: int) -> str
     return _text(title, table, width)
 
 
-def responses(title: str, found: Decision, width: int) -> str:
+def responses(title: str, decision: Decision, width: int) -> str:
     """Return a table with one row per response."""
     table = _table("response", "period", "bound", "costs", "in all", "held")
     table.add_column("what", overflow="fold")
-    for one in found.responses:
+    for response in decision.responses:
         figures = ("refused", "", "", "", "")
-        if one.period is not None and one.bound is not None:
-            times = f"{one.cost:.4g} s", f"{found.seconds(one):.6g} s"
-            figures = f"{one.period:.6g}", f"{one.bound:.6g}", *times, str(one.held)
-        table.add_row(one.kind.value, *figures, one.what, style=_BEST if one in (found.first, found.then) else None)
+        if response.period is not None and response.bound is not None:
+            times = f"{response.cost:.4g} s", f"{decision.seconds(response):.6g} s"
+            figures = f"{response.period:.6g}", f"{response.bound:.6g}", *times, str(response.held)
+        style = _BEST if response in (decision.first, decision.then) else None
+        table.add_row(response.kind.value, *figures, response.what, style=style)
     return _text(title, table, width)
 
 

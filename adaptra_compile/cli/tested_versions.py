@@ -38,12 +38,12 @@ def outside(package: str, installed: str) -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    found: list[int] = []
+    numbers: list[int] = []
     for part in version.partition("+")[0].split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]
         if not digits:
             break
-        found.append(int(digits))
+        numbers.append(int(digits))
         if digits != part:
             break
-    return tuple(found)
+    return tuple(numbers)

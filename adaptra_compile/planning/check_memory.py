@@ -19,25 +19,25 @@ def check_memory(what: str, program: Program, cost: CostModel) -> None:
     Raises:
         PlanError: Names the rank, the memory that it would need and its limit.
     """
-    found = simulate(program, cost)
+    simulation = simulate(program, cost)
     if not program.is_one_pipeline:
-        _check_memory_of_workers(what, found)
+        _check_memory_of_workers(what, simulation)
         return
     limit = cost.memory_limit
-    for rank in found.over_memory:
+    for rank in simulation.over_memory:
         assert limit is not None, "only a limit can be exceeded"
         raise PlanError(
-            f"{what}: rank {rank} holds activations of {limit.text(found.peak_memory[rank])}: expected at most "
+            f"{what}: rank {rank} holds activations of {limit.text(simulation.peak_memory[rank])}: expected at most "
             f"{limit.text(limit[rank])}, as memory= allows"
         )
 
 
-def _check_memory_of_workers(what: str, found: Simulation) -> None:
-    for worker in found.over_memory:
-        case = found.case
+def _check_memory_of_workers(what: str, simulation: Simulation) -> None:
+    for worker in simulation.over_memory:
+        case = simulation.case
         assert case.memory is not None, "only a limit can be exceeded"
         most = case.memory[worker % case.ranks]
         raise PlanError(
-            f"{what}: worker {case.place_of(worker)} holds {found.held[worker]} microbatches, with those of other replicas: "
-            f"expected at most {most}, as memory= allows"
+            f"{what}: worker {case.place_of(worker)} holds {simulation.held[worker]} microbatches, with those of other "
+            f"replicas: expected at most {most}, as memory= allows"
         )

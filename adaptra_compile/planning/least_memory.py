@@ -59,13 +59,13 @@ def plan_least_memory(
     """
     limits = in_flight if in_flight is None or isinstance(in_flight, int) else tuple(in_flight)
     best = timing.plan(case, in_flight=in_flight, incumbent=incumbent)
-    found = _Descent(case, limits, timing.of(best, case.cost) * (1.0 + within), timing).descend(best)
+    lowest = _Descent(case, limits, timing.of(best, case.cost) * (1.0 + within), timing).descend(best)
     if timing is MAKESPAN or 3 * case.cost.stages * case.microbatches > _SMALL:
-        return found
+        return lowest
     other = plan_least_memory(case, in_flight=in_flight, incumbent=incumbent, within=within)
-    held = (max(simulate(program, case.cost).peak_memory) for program in (other, found))
-    is_better = next(held) <= next(held) and timing.of(other, case.cost) < timing.of(found, case.cost)
-    return other if is_better else found
+    held = (max(simulate(program, case.cost).peak_memory) for program in (other, lowest))
+    is_better = next(held) <= next(held) and timing.of(other, case.cost) < timing.of(lowest, case.cost)
+    return other if is_better else lowest
 
 
 def spare_memory(case: Case, program: Program, at_most: float, timing: StepTiming = MAKESPAN) -> Program:
@@ -99,36 +99,36 @@ class _Descent:
 
     def descend(self, best: Program) -> Program:
         """Return the program of lowest memory that the search finds from the best program."""
-        found, refused = self._spared(best), 0.0
+        lowest, refused = self._spared(best), 0.0
         effort, limit = self._effort() // _SHARE, max(self._of_one_microbatch())
-        while (most := max(self._held(found))) - refused > _PRECISION * most:
-            other = self._within(limit, effort, found)
+        while (most := max(self._held(lowest))) - refused > _PRECISION * most:
+            other = self._within(limit, effort, lowest)
             if other is None:
                 refused = limit
             else:
-                found = self._spared(other)
-            limit = 0.5 * (refused + max(self._held(found)))
+                lowest = self._spared(other)
+            limit = 0.5 * (refused + max(self._held(lowest)))
         while (
-            max(self._held(found)) > 0.0
-            and (other := self._within((1.0 - _PRECISION / 2) * max(self._held(found)), self._effort(), found)) is not None
+            max(self._held(lowest)) > 0.0
+            and (other := self._within((1.0 - _PRECISION / 2) * max(self._held(lowest)), self._effort(), lowest)) is not None
         ):
-            found = self._spared(other)
-        found = self._trimmed(found)
-        held = replace(self.case, cost=self.case.cost.limited(self._held(found)))
-        return self.timing.search(held, self.in_flight, incumbent=found)
+            lowest = self._spared(other)
+        lowest = self._trimmed(lowest)
+        held = replace(self.case, cost=self.case.cost.limited(self._held(lowest)))
+        return self.timing.search(held, self.in_flight, incumbent=lowest)
 
-    def _trimmed(self, found: Program) -> Program:
+    def _trimmed(self, program: Program) -> Program:
         """Return a program in which each rank holds less, as near to what it needs at least as the search finds one."""
         needed = self.timing.needed_memory(self.case, self.at_most)
         if needed is None:
-            return found
-        held = self._held(found)
+            return program
+        held = self._held(program)
         for share in _SHARES:
             limits = tuple(min(least + share * (most - least), most) for least, most in zip(needed, held, strict=True))
-            other = None if limits == held else self._within_each(limits, self._effort() // _SHARE, found)
+            other = None if limits == held else self._within_each(limits, self._effort() // _SHARE, program)
             if other is not None:
                 return self._spared(other)
-        return found
+        return program
 
     def _spared(self, program: Program) -> Program:
         return spare_memory(self.case, program, self.at_most, self.timing)

@@ -76,15 +76,15 @@ def _reachable(case: Case, in_flight: int | Sequence[int] | None) -> list[int]:
         placement = ",".join(map(str, case.placement))
         raise PlanError(f"{case.name}: placement {placement}: expected one stage per rank, as the paper's rule knows no other")
     limits = in_flight_limits(in_flight, case.cost.stages, case.microbatches)
-    found: list[int] = []
+    forwards: list[int] = []
     for stage, held in enumerate(case.cost.memory_forward):
         room = _room(case, stage)
         if held > room + MEMORY_TOLERANCE:
             rank = case.placement[stage]
             raise PlanError(f"memory limit of rank {rank} is {room:g}: one microbatch holds {held:g}, the smallest that works")
         fitting = case.microbatches if held == 0.0 else math.floor(min((room + MEMORY_TOLERANCE) / held, case.microbatches))
-        found.append(min(fitting, limits[stage], found[-1] if found else case.microbatches))
-    return found
+        forwards.append(min(fitting, limits[stage], forwards[-1] if forwards else case.microbatches))
+    return forwards
 
 
 @dataclass

@@ -16,15 +16,6 @@ from vague_names import lives_in
 MOST_LINES = 3
 
 ROOMS = {
-    "cli": 26,
-    "frontend.running": 4,
-    "passes": 4,
-    "planning": 6,
-    "planning.explaining": 5,
-    "planning.layouts": 2,
-    "planning.remedies": 5,
-    "planning.responses": 6,
-    "planning.routes": 19,
     "program": 4,
     "report": 13,
     "runtime.control": 2,

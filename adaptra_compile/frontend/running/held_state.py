@@ -48,15 +48,15 @@ class HeldState:
         """Return the whole model's state on the job's first rank: see :meth:`adaptra.frontend.api.Pipeline.full_state_dict`."""
         if self._local.launched.in_threads:
             self._local.require_running()
-            found = {name: tensor.detach().cpu().clone() for name, tensor in self.tensors.items()}
+            state = {name: tensor.detach().cpu().clone() for name, tensor in self.tensors.items()}
         else:
             world = self._local.launched.world
             replica, rank = world.seat(world.hosted(ProcessId(0))[0])
             takes_part = self._local.launched.replica == replica
-            (found,) = self._local.on_every_rank(
+            (state,) = self._local.on_every_rank(
                 lambda worker: worker.values.full_state(rank, takes_part, from_first=replica > 0), "full_state_dict"
             )
-        return self.named(found) if found else {}
+        return self.named(state) if state else {}
 
     def saved(self) -> dict[str, Tensor]:
         """Return the state of this process's stages that a checkpoint saves, by the stages' own names.

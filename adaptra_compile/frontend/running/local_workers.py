@@ -218,12 +218,12 @@ class LocalWorkers:
                 return self.launched.meet(timeout, self.check, consent.encode())
 
         try:
-            found, consent = ready()
+            result, consent = ready()
         except Exception as error:
             meet(Consent.refused(error))
             raise
         check_consents(what, meet(consent))
-        return found
+        return result
 
     def check(self) -> None:
         """Raise the error that has ended this process's waits for other ranks, if there is one."""

@@ -201,12 +201,12 @@ class Reconfiguration:
                 states, arrived = move_within(held, states, by_rank, moving)
             else:
                 arrived = [exchange(leaving, senders_to(process, moving), launched.everyone)]
-            made = [
+            new_states = [
                 new_state(self._stages_of(worker.rank, stages), state, one)
                 for worker, state, one in zip(self._local.workers, states, arrived, strict=True)
             ]
-            regroup(optimizer, before, made, arrived)
-            self._start(after, launched, made, opened)
+            regroup(optimizer, before, new_states, arrived)
+            self._start(after, launched, new_states, opened)
 
     def follow(self, *, evaluates: bool = False) -> nn.Module | None:
         """Compile anew if the model has changed, and return it then. All ranks call it, before a step or an evaluation.
@@ -215,17 +215,17 @@ class Reconfiguration:
             As :meth:`adaptra.frontend.followed.following.Following.changed`.
         """
         following, states = self._following, [worker.state for worker in self._local.workers]
-        found = None if following is None else following.changed(self._local.compiled, states, evaluates=evaluates)
-        if following is None or found is None:
+        change = None if following is None else following.changed(self._local.compiled, states, evaluates=evaluates)
+        if following is None or change is None:
             return None
         began = time.monotonic()
         placed = [list(stages_of(worker.rank, self._spec.placement)) for worker in self._local.workers]
-        after = following.compiled(found, self._local.compiled, self._batches.shapes.compiled(), states, placed)
+        after = following.compiled(change, self._local.compiled, self._batches.shapes.compiled(), states, placed)
         if after is not None:
-            self._take_model(self._spec.prepare(after.stages), after.states, f"{CHANGED_MODEL}: {found}")
+            self._take_model(self._spec.prepare(after.stages), after.states, f"{CHANGED_MODEL}: {change}")
             for worker in self._local.workers[:1] if self._local.workers[0].rank == 0 else ():
                 worker.controller.recorder.emit_now(
-                    EventKind.COMPILED, f"a changed model in {time.monotonic() - began:.2f} s: {found}"
+                    EventKind.COMPILED, f"a changed model in {time.monotonic() - began:.2f} s: {change}"
                 )
         self._batches.recompile = following.accepted(self._batches.recompile, self._local.workers[0].numbers.next_step)
         if after is not None and after.is_replaced:

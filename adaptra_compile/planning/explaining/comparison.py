@@ -175,9 +175,9 @@ def sweep_delay(
         raise PlanError("no delays: expected at least one")
     slowed = [replace(case, cost=_slower(case.cost, edges, delay)) for delay in delays]
     kept = timing.plan(slowed[0], in_flight=in_flight, budget=budget) if KEPT in names else None
-    found: dict[str, list[Simulation]] = {name: [] for name in names}
+    simulations: dict[str, list[Simulation]] = {name: [] for name in names}
     for slow in slowed:
-        for name, runs in found.items():
+        for name, runs in simulations.items():
             program = kept if name == KEPT and kept is not None else _program(slow, name, in_flight, budget)
             runs.append(simulate(program, slow.cost))
     return Sweep(
@@ -185,8 +185,8 @@ def sweep_delay(
         edges,
         delays,
         tuple(timing.bound(slow) for slow in slowed),
-        {name: tuple(timing.of(run.program, run.cost) for run in runs) for name, runs in found.items()},
-        {name: tuple(bool(run.over_memory) for run in runs) for name, runs in found.items()},
+        {name: tuple(timing.of(run.program, run.cost) for run in runs) for name, runs in simulations.items()},
+        {name: tuple(bool(run.over_memory) for run in runs) for name, runs in simulations.items()},
     )
 
 

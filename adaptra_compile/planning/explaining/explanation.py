@@ -89,7 +89,7 @@ def _alike_once(lines: Iterable[Line]) -> Iterator[Line]:
 
 def explain(
     program: Program,
-    given: Case | CostModel,
+    costs: Case | CostModel,
     *,
     bandwidth: BandwidthOptions | None = None,
     spread: Sequence[Edge] = (),
@@ -107,7 +107,7 @@ def explain(
 
     Args:
         program: The plan, with its routes. Communication ops are ignored.
-        given: The case for which it was made, or the costs of all its replicas.
+        costs: The case for which it was made, or the costs of all its replicas.
         bandwidth, spread, rounded: Remedies for edges whose bandwidth limits one pipeline, available and in use; see
             :func:`adaptra.planning.remedies.bandwidth_remedies.find_remedies`.
         unit: Unit of one pipeline's times, such as ``seconds``; empty for the case's own.
@@ -117,10 +117,10 @@ def explain(
         CaseError: The program and the case have different replicas, stages or microbatches, or a lost worker has ops.
         ScheduleError: The workers can't execute the program.
     """
-    if isinstance(given, Case):
-        case = given
+    if isinstance(costs, Case):
+        case = costs
     else:
-        case = Case(given, program.microbatches, program.placement) if program.is_one_pipeline else alike_case(program, given)
+        case = Case(costs, program.microbatches, program.placement) if program.is_one_pipeline else alike_case(program, costs)
     check_fit(program, case)
     if not case.is_one_pipeline:
         return _of_job(program, case)

@@ -120,10 +120,10 @@ class JobNumbers:
     @cached_property
     def lost_speed(self) -> list[float]:
         """L_i of each stage."""
-        found = list(map(float, self.lost))
+        lost = list(map(float, self.lost))
         for load in self.loads:
-            found[load.stage] += 1 - 1 / self.slow(load)
-        return found
+            lost[load.stage] += 1 - 1 / self.slow(load)
+        return lost
 
     @cached_property
     def left(self) -> tuple[int, int, float]:
@@ -270,20 +270,20 @@ class JobNumbers:
             for one, way in usable:
                 yield Line.of(equation, one.where, size, one.occupancy, 0, way)
 
-    def _is_narrow(self, one: Traffic) -> bool:
+    def _is_narrow(self, link: Traffic) -> bool:
         """Whether it is a replica's own link that all of its messages occupy for longer than any worker works."""
-        if one.ends is None or len({self.routing.replica_of(worker) for worker in one.ends[:2]}) > 1:
+        if link.ends is None or len({self.routing.replica_of(worker) for worker in link.ends[:2]}) > 1:
             return False
-        return self.case.microbatches * one.occupancy > self._longest * ROUNDED
+        return self.case.microbatches * link.occupancy > self._longest * ROUNDED
 
     @cached_property
     def _longest(self) -> float:
         return max(map(self.work, self.loads))
 
-    def way_round(self, one: Traffic) -> float:
+    def way_round(self, link: Traffic) -> float:
         """Return the least occupancy of a link by which messages leave a narrow link's sender for another replica."""
-        assert one.ends is not None
-        source, destination, before, stage = one.ends
+        assert link.ends is not None
+        source, destination, before, stage = link.ends
         others = (worker for worker in self.routing.column(stage) if worker != destination)
         return min((self.case.link(source, other, (before, stage)).occupancy for other in others), default=math.inf)
 

@@ -66,13 +66,13 @@ class JobModel:
     sums: SumPlan = DIRECT
     barrier: bool = False
 
-    def link(self, one: int, other: int) -> Link:
+    def link(self, rank: int, other: int) -> Link:
         """Return the link between two ranks.
 
         Raises:
             CaseError: The link is not known.
         """
-        pair = (min(one, other), max(one, other))
+        pair = (min(rank, other), max(rank, other))
         if pair not in self.links:
             raise CaseError(f"links: none between ranks {pair[0]} and {pair[1]}: expected one for every pair of ranks")
         return self.links[pair]
@@ -125,7 +125,7 @@ def choose_roles(job: JobModel, before: Roles, horizon: int) -> RoleChange | Non
 
 def _better_swap(job: JobModel, best: RoleChange, horizon: int) -> RoleChange | None:
     """Return ``best`` with the further swap of two ranks that saves most, or None if no swap increases the saving."""
-    found, saved, before = None, best.saved(horizon), best.seconds_before
+    better, saved, before = None, best.saved(horizon), best.seconds_before
     for one, other in combinations(range(len(best.after.ranks)), 2):
         candidate = best.after.swapped(one, other)
         moving = job.moving(best.before, candidate)
@@ -135,8 +135,8 @@ def _better_swap(job: JobModel, best: RoleChange, horizon: int) -> RoleChange | 
             continue
         change = replace(bound, seconds_after=_step_seconds(job, candidate))
         if change.saved(horizon) > saved and change.seconds_after < (1 - LEAST_GAIN) * before:
-            found, saved = change, change.saved(horizon)
-    return found
+            better, saved = change, change.saved(horizon)
+    return better
 
 
 def _averaging(job: JobModel, roles: Roles) -> float:

@@ -210,11 +210,11 @@ def choose_split(
     """
     timing = timing_of(barrier=case.barrier)
     adapted = timing.plan(case, incumbent=program if program.is_one_pipeline else None, effort=EFFORT).compute_only()
-    found = find_remedies(case, adapted, spread, rounded, bandwidth=bandwidth, timing=timing)
-    if found is None:
+    remedies = find_remedies(case, adapted, spread, rounded, bandwidth=bandwidth, timing=timing)
+    if remedies is None:
         return None
-    seconds_before = found.makespan if routed is None else min(found.makespan, routed)
-    for choice in found.choices:
+    seconds_before = remedies.makespan if routed is None else min(remedies.makespan, routed)
+    for choice in remedies.choices:
         cut = choice.cut
         if cut is None or choice.makespan >= (1 - LEAST_GAIN) * seconds_before:
             continue

@@ -288,7 +288,7 @@ class _Comparing:
 
     def _add(self, kind: JobRemedy, case: Case, makers: Sequence[_Maker]) -> None:
         """Add the first program that is as good as the best one. Those whose bounds promise no more are not searched."""
-        found: list[Simulation] = []
+        simulations: list[Simulation] = []
         least = math.inf
         for make, routings in makers:
             if routings and least <= (1 + ALIKE) * min(period_bound(case, routing).value for routing in routings):
@@ -296,9 +296,9 @@ class _Comparing:
             with contextlib.suppress(PlanError):
                 simulated = simulate(make(), case)
                 if not simulated.over_memory:
-                    found.append(simulated)
+                    simulations.append(simulated)
                     least = min(least, simulated.period)
-        first = next((one for one in found if one.period <= (1 + ALIKE) * least), None)
+        first = next((one for one in simulations if one.period <= (1 + ALIKE) * least), None)
         if first is None:
             self._refused[kind] = _NO_ROOM
         else:
@@ -329,16 +329,16 @@ def _what(kind: JobRemedy, routing: Routing) -> str:
     return "; ".join(["messages take the delegate", *shown] if kind is JobRemedy.DELEGATE else shown)
 
 
-def _best(found: Sequence[RemedyCandidate], gain: float, horizon: int) -> RemedyCandidate:
-    keep = found[0]
+def _best(candidates: Sequence[RemedyCandidate], gain: float, horizon: int) -> RemedyCandidate:
+    keep = candidates[0]
     before = math.inf if keep.over_memory else keep.seconds(horizon)
 
-    def is_usable(one: RemedyCandidate) -> bool:
-        if one.moved == 0 and keep.moved and one.kind is JobRemedy.REORDER:
-            return one.seconds(horizon) <= (1 + ALIKE) * before
-        return one.seconds(horizon) < (1 - gain) * before
+    def is_usable(candidate: RemedyCandidate) -> bool:
+        if candidate.moved == 0 and keep.moved and candidate.kind is JobRemedy.REORDER:
+            return candidate.seconds(horizon) <= (1 + ALIKE) * before
+        return candidate.seconds(horizon) < (1 - gain) * before
 
-    usable = [one for one in found[1:] if is_usable(one)]
+    usable = [one for one in candidates[1:] if is_usable(one)]
     least = min((one.seconds(horizon) for one in usable), default=0.0)
     alike = [one for one in usable if one.seconds(horizon) <= (1 + ALIKE) * least]
     kinds = list(JobRemedy)
@@ -347,12 +347,12 @@ def _best(found: Sequence[RemedyCandidate], gain: float, horizon: int) -> Remedy
 
 def hand_overs(routing: Routing) -> int:
     """Return how often accumulators change workers in a step: between two microbatches, and at the end to the own worker."""
-    found = 0
+    number = 0
     for replica, stage in _places(routing):
         holders = [routing.holder(replica, stage, microbatch) for microbatch in range(routing.microbatches)]
         home = routing.workers[replica][stage]
-        found += sum(before != after for before, after in pairwise([*holders, holders[-1] if home is None else home]))
-    return found
+        number += sum(before != after for before, after in pairwise([*holders, holders[-1] if home is None else home]))
+    return number
 
 
 def moves(routing: Routing) -> Iterator[str]:

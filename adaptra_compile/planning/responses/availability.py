@@ -75,7 +75,7 @@ class FailureTrace:
             join_delay: Seconds from a worker's line to the time at which it can compute. One that is lost before never joins.
         """
         ready: set[str] = set()
-        found: list[LiveWorkers] = []
+        levels: list[LiveWorkers] = []
         for seconds, together in groupby(_delayed(self.changes, join_delay), key=lambda change: change.seconds):
             if seconds >= self.end:
                 break
@@ -84,9 +84,9 @@ class FailureTrace:
             ready -= gone
             ready |= {change.worker for change in changes if change.joins}
             workers = len(ready) if most is None else min(len(ready), most)
-            if gone or not found or found[-1].workers != workers:
-                found.append(LiveWorkers(seconds, workers, len(gone)))
-        return tuple(found)
+            if gone or not levels or levels[-1].workers != workers:
+                levels.append(LiveWorkers(seconds, workers, len(gone)))
+        return tuple(levels)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,10 +55,10 @@ def stage_work(case: Case, stage: int, lost: int) -> float:
 
 def losses(case: Case) -> tuple[int, ...]:
     """Return the number of lost workers per stage."""
-    found = [0] * case.stages
+    lost_per_stage = [0] * case.stages
     for worker in case.lost:
-        found[worker % case.stages] += 1
-    return tuple(found)
+        lost_per_stage[worker % case.stages] += 1
+    return tuple(lost_per_stage)
 
 
 def normalized(case: Case, number: int) -> tuple[int, ...]:
@@ -134,25 +134,25 @@ def with_moves(case: Case, moves: Sequence[RoleMove]) -> Case:
 
 def _borne(case: Case, start: Sequence[int], number: int) -> tuple[int, ...]:
     """Return the losses per stage after ``number`` more of them."""
-    found = list(start)
+    lost_per_stage = list(start)
     most = [case.replicas - max(1, len(_slow(case, stage))) for stage in range(case.stages)]
 
     def entry(stage: int) -> tuple[float, int, int]:
-        return stage_work(case, stage, found[stage] + 1), found[stage], -stage
+        return stage_work(case, stage, lost_per_stage[stage] + 1), lost_per_stage[stage], -stage
 
-    queue = [entry(stage) for stage in range(case.stages) if found[stage] < most[stage]]
+    queue = [entry(stage) for stage in range(case.stages) if lost_per_stage[stage] < most[stage]]
     heapq.heapify(queue)
     for _ in range(number):
         if not queue:
             room = sum(most)
             raise PlanError(f"{number} lost workers: expected at most {room}, so that a worker lives on each stage")
         stage = -queue[0][-1]
-        found[stage] += 1
-        if found[stage] < most[stage]:
+        lost_per_stage[stage] += 1
+        if lost_per_stage[stage] < most[stage]:
             heapq.heapreplace(queue, entry(stage))
         else:
             heapq.heappop(queue)
-    return tuple(found)
+    return tuple(lost_per_stage)
 
 
 def _slow(case: Case, stage: int) -> list[float]:

@@ -70,9 +70,9 @@ class Resilience:
     def rows(self, most: int) -> Iterator[dict[str, Any]]:
         """Yield the figures for 0 to ``most`` lost workers as JSON values."""
         for number in range(most + 1):
-            found = self.decision(number)
+            decision = self.decision(number)
             losses = normalized(self.case, number)
-            healthy, period = found.healthy_period, found.last.period
+            healthy, period = decision.healthy_period, decision.last.period
             limit = healthy * self.case.workers / (self.case.workers - number)
             yield {
                 "lost": number,
@@ -82,9 +82,9 @@ class Resilience:
                 "healthy_period": healthy,
                 "fault_scaled_period": limit,
                 "of_limit": limit / period if period else None,
-                "1f1b_period": found.one_f_one_b,
-                "held": found.last.held,
-                "decision": str(found),
+                "1f1b_period": decision.one_f_one_b,
+                "held": decision.last.held,
+                "decision": str(decision),
             }
 
     def _planned(self, number: int) -> int:

@@ -71,11 +71,11 @@ class ResponsePrices:
     horizon: float = 10_800.0
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            least = one.name in ("unit", "rate", "pieces", "horizon")
-            if math.isnan(value) or value < 0 or (least and value == 0) or (math.isinf(value) and one.name in _FINITE):
-                raise CaseError(f"{one.name}: {value:g}: expected a number {'above' if least else 'of at least'} 0")
+        for price in fields(self):
+            value = getattr(self, price.name)
+            least = price.name in ("unit", "rate", "pieces", "horizon")
+            if math.isnan(value) or value < 0 or (least and value == 0) or (math.isinf(value) and price.name in _FINITE):
+                raise CaseError(f"{price.name}: {value:g}: expected a number {'above' if least else 'of at least'} 0")
 
 
 _FINITE: Final = {"unit", "state", "rate", "planning", "restart", "checkpoint_age", "horizon"}
@@ -224,13 +224,13 @@ def decide(case: Case, prices: ResponsePrices, *, effort: int | None = None, bud
     first = now[0] if now else min(responses, key=seconds)
     then: Response | None = None
     saved = 0.0
-    for one in responses if now else ():
-        if one is first or one.period is None or first.period is None:
+    for response in responses if now else ():
+        if response is first or response.period is None or first.period is None:
             continue
-        before, after = first.period * prices.unit, one.period * prices.unit
-        gain = steps * (before - after) - one.cost
+        before, after = first.period * prices.unit, response.period * prices.unit
+        gain = steps * (before - after) - response.cost
         if gain > saved and after < (1 - LEAST_GAIN) * before:
-            then, saved = one, gain
+            then, saved = response, gain
     work = max(stage_work(case, stage, lost) for stage, lost in enumerate(losses(case)))
     return Decision(case, prices, healthy, _one_f_one_b(case), work, tuple(responses), first, then)
 

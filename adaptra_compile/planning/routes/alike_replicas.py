@@ -30,7 +30,7 @@ class MergedJob:
 
     def expand(self, orders: Sequence[Sequence[Op]], whole: Routing) -> tuple[tuple[Op, ...], ...]:
         """Return the orders of all workers of the whole job, given those of the workers that are left."""
-        found: list[tuple[Op, ...]] = [()] * whole.ranks
+        expanded: list[tuple[Op, ...]] = [()] * whole.ranks
         for here, group in enumerate(self.groups):
             for replica in group:
                 # A replica that stands for others is on no other's route, so elsewhere each number means one replica.
@@ -38,8 +38,8 @@ class MergedJob:
                 for stage, worker in enumerate(self.routing.workers[here]):
                     there = whole.workers[replica][stage]
                     if worker is not None and there is not None:
-                        found[there] = tuple(_renumbered(op, number[op.replica]) for op in orders[worker])
-        return tuple(found)
+                        expanded[there] = tuple(_renumbered(op, number[op.replica]) for op in orders[worker])
+        return tuple(expanded)
 
 
 def _renumbered(op: Op, replica: int) -> Op:

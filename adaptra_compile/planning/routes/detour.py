@@ -67,7 +67,7 @@ def _pairs(
         time: Returns what a link costs, given the stage before it and its workers.
         is_hurt: Returns whether a link is to be left, given these and the most that the links to the partner cost.
     """
-    found: list[tuple[int, int, int, int]] = []
+    detours: list[tuple[int, int, int, int]] = []
     taken: set[tuple[int, int]] = set()
     for replica, path in enumerate(routing.workers):
         for stage, (here, there) in enumerate(pairwise(path)):
@@ -82,8 +82,8 @@ def _pairs(
             if partners and is_hurt(stage, here, there, min(partners)[0]):
                 *_, other = min(partners)
                 taken |= {(replica, stage), (other, stage)}
-                found.append((stage, other, here, there))
-    return found
+                detours.append((stage, other, here, there))
+    return detours
 
 
 def _partners(routing: Routing, replica: int, stage: int) -> Iterator[tuple[int, int, int]]:

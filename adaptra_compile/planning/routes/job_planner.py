@@ -69,14 +69,14 @@ def plan_job(
     # Each routing for a while, and then the best ones for longer.
     for turn, (number, part) in enumerate(((len(tries), 0.4), (4, 0.5), (2, 1.0))):
         tries = sorted(tries, key=lambda one: (one.period, one.bound))[:number]
-        for index, one in enumerate(tries):
-            if best is not None and best.period <= one.bound * (1 + 1e-9):
+        for index, attempt in enumerate(tries):
+            if best is not None and best.period <= attempt.bound * (1 + 1e-9):
                 continue
             share = part / (len(tries) - index if budget is not None else len(tries))
             seconds = None if ends is None else max(share * (ends - time.perf_counter()), _LEAST)
-            one.search(int(effort * share), seed + (turn << 32), seconds)
-            if best is None or one.period < best.period:
-                best = one
+            attempt.search(int(effort * share), seed + (turn << 32), seconds)
+            if best is None or attempt.period < best.period:
+                best = attempt
     if best is None or best.orders is None:
         raise PlanError(
             f"mem_cap {list(case.memory or ())}: found no order in which no worker waits forever: expected room for more "
@@ -143,12 +143,12 @@ def shares(case: Case, *, in_turns: bool) -> list[Routing]:
         case: The case.
         in_turns: As of :func:`adaptra.planning.routes.route.share_evenly`.
     """
-    found = [share_evenly(case, in_turns=in_turns)]
+    routings = [share_evenly(case, in_turns=in_turns)]
     narrow = _with_narrow_ports(case)
     if (narrow.ports or case.slow) and case.workers * case.microbatches <= _SMALL:
         once = _once(narrow)
-        found += [share_evenly(narrow, in_turns=in_turns, pause=once * part / _PAUSES) for part in range(1, _PAUSES + 1)]
-    return list(dict.fromkeys(found))
+        routings += [share_evenly(narrow, in_turns=in_turns, pause=once * part / _PAUSES) for part in range(1, _PAUSES + 1)]
+    return list(dict.fromkeys(routings))
 
 
 def _with_narrow_ports(case: Case) -> Case:
@@ -156,7 +156,7 @@ def _with_narrow_ports(case: Case) -> Case:
     ports = dict(case.ports)
     live = {worker for row in case.grid for worker in row if worker is not None}
     for worker in {end for ends in case.links for end in ends} & live:
-        found = [
+        occupancies = [
             max(case.link(worker, other, (stage, near)).occupancy, case.link(other, worker, (near, stage)).occupancy)
             for stage in case.stages_of(worker)
             for near in (stage - 1, stage + 1)
@@ -164,8 +164,8 @@ def _with_narrow_ports(case: Case) -> Case:
             for other in (case.worker(replica, near) for replica in range(case.replicas))
             if other in live and other != worker
         ]
-        if found and min(found) > ports.get(worker, 0.0):
-            ports[worker] = min(found)
+        if occupancies and min(occupancies) > ports.get(worker, 0.0):
+            ports[worker] = min(occupancies)
     return replace(case, ports=ports)
 
 

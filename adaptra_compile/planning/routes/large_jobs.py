@@ -137,10 +137,10 @@ def is_large(case: Case) -> bool:
 
 def _lost_stages(case: Case) -> dict[int, tuple[int, ...]]:
     """Return the lost stages of each replica that has any."""
-    found: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
+    lost_stages: defaultdict[int, tuple[int, ...]] = defaultdict(tuple)
     for worker in sorted(case.lost):
-        found[worker // case.stages] += (worker % case.stages,)
-    return dict(found)
+        lost_stages[worker // case.stages] += (worker % case.stages,)
+    return dict(lost_stages)
 
 
 def _spread(case: Case, homes: Mapping[int, Sequence[int]], hosts: Sequence[int]) -> list[tuple[int, int, int, int]]:
@@ -148,16 +148,17 @@ def _spread(case: Case, homes: Mapping[int, Sequence[int]], hosts: Sequence[int]
 
     Hosts take turns, from stage to stage. If accumulators are handed over, each takes neighbouring microbatches.
     """
-    found: list[tuple[int, int, int, int]] = []
+    foreign: list[tuple[int, int, int, int]] = []
     turn = 0
     for stage in range(case.stages):
-        given = [(home, m) for home, lost in homes.items() if stage in lost for m in range(case.microbatches)]
-        block = math.ceil(len(given) / len(hosts)) if case.hands_over else 1
-        found += [
-            (home, stage, m, hosts[(turn + index // max(block, 1)) % len(hosts)]) for index, (home, m) in enumerate(given)
+        microbatches = [(home, m) for home, lost in homes.items() if stage in lost for m in range(case.microbatches)]
+        block = math.ceil(len(microbatches) / len(hosts)) if case.hands_over else 1
+        foreign += [
+            (home, stage, m, hosts[(turn + index // max(block, 1)) % len(hosts)])
+            for index, (home, m) in enumerate(microbatches)
         ]
-        turn += math.ceil(len(given) / max(block, 1))
-    return found
+        turn += math.ceil(len(microbatches) / max(block, 1))
+    return foreign
 
 
 def _routing(case: Case, homes: Mapping[int, Sequence[int]], foreign: Sequence[tuple[int, int, int, int]]) -> Routing:
@@ -232,10 +233,10 @@ class _Inserter:
                 return None
             of_homes[replica] = home[1]
         problem = problem_of(self._pipeline, Routing.healthy(1, case.stages, case.microbatches))
-        found = _C.insert_foreign(problem, healthy[1], list(of_homes.items()), self._foreign, self._memory, slack)
-        if found is None:
+        insertion = _C.insert_foreign(problem, healthy[1], list(of_homes.items()), self._foreign, self._memory, slack)
+        if insertion is None:
             return None
-        period, places, orders = found
+        period, places, orders = insertion
         hosts = {case.worker(*place): index for index, place in enumerate(places)}
         return LargePlan(case, self._routing, period, healthy[1], of_homes, (hosts, orders))
 

@@ -152,14 +152,14 @@ def _total(cost: CostModel, stage: int) -> float:
 
 def _slow(case: Case, costs: Sequence[CostModel]) -> dict[int, float]:
     """Return the factors of the workers that differ from the shared costs. Those of all its stages count."""
-    found: dict[int, float] = {}
+    factors: dict[int, float] = {}
     for replica, cost in enumerate(costs):
         for worker in dict.fromkeys(case.worker(replica, stage) for stage in range(case.stages)):
             shared = sum(_total(case.cost, stage) for stage in case.stages_of(worker))
             own = sum(_total(cost, stage) for stage in case.stages_of(worker))
             if shared > 0 and own > 0 and abs(own / shared - 1) > NOISE:
-                found[worker] = round(max(round(own / shared / NOISE), 1) * NOISE, 6)
-    return found
+                factors[worker] = round(max(round(own / shared / NOISE), 1) * NOISE, 6)
+    return factors
 
 
 def _own_links(case: Case, costs: Sequence[CostModel]) -> dict[Ends, WorkerLink]:
@@ -167,20 +167,20 @@ def _own_links(case: Case, costs: Sequence[CostModel]) -> dict[Ends, WorkerLink]
 
     Of several edges between the same two workers the link has the longest times.
     """
-    found: dict[Ends, WorkerLink] = {}
+    links: dict[Ends, WorkerLink] = {}
     for replica, cost in enumerate(costs):
         for edge in _directed(case.stages):
             ends = case.worker(replica, edge[0]), case.worker(replica, edge[1])
             link = WorkerLink(cost.latency(*edge), cost.occupancy(*edge))
             if ends[0] != ends[1] and _differs(case.cost, edge, link):
-                before = found.get(ends, link)
-                found[ends] = WorkerLink(max(before.latency, link.latency), max(before.occupancy, link.occupancy))
-    return found
+                before = links.get(ends, link)
+                links[ends] = WorkerLink(max(before.latency, link.latency), max(before.occupancy, link.occupancy))
+    return links
 
 
 def _links_of_ports(case: Case, own: Mapping[Ends, WorkerLink]) -> dict[Ends, WorkerLink]:
     """Return the links to other replicas of workers whose own ones, to at least two workers, are all worse than shared ones."""
-    found: dict[Ends, WorkerLink] = {}
+    links: dict[Ends, WorkerLink] = {}
     for worker in sorted({end for ends in own for end in ends}):
         beside = _beside(case, worker)
         others = {case.worker(case.replica_of(worker), near) for _, near in beside}
@@ -192,8 +192,8 @@ def _links_of_ports(case: Case, own: Mapping[Ends, WorkerLink]) -> dict[Ends, Wo
             for other in (case.worker(replica, near) for replica in range(case.replicas)):
                 if other != home:
                     for there, like in (((worker, other), (worker, home)), ((other, worker), (home, worker))):
-                        found[there] = _worst(own[like], found.get(there))
-    return found
+                        links[there] = _worst(own[like], links.get(there))
+    return links
 
 
 def _worst(link: WorkerLink, other: WorkerLink | None) -> WorkerLink:

@@ -66,7 +66,7 @@ def flow_bound(case: Case) -> Bound:
     columns = list(zip(*case.grid, strict=True))
     updates = _updates(case, case.grid)
     shortest = _shortest(case)
-    found: list[Bound] = []
+    taken_bounds: list[Bound] = []
     for stage, column in enumerate(columns):
         neighbours = (stage > 0) + (stage + 1 < case.stages)
 
@@ -83,10 +83,10 @@ def flow_bound(case: Case) -> Bound:
         heapq.heapify(ends)
         for _ in range(case.replicas * case.microbatches):
             _, worker, taken = ends[0]
-            found.append(taken)
+            taken_bounds.append(taken)
             counts[worker] += 1
             heapq.heapreplace(ends, next_bound(worker, counts[worker]))
-    return max(found, key=lambda one: one.value)
+    return max(taken_bounds, key=lambda one: one.value)
 
 
 def _shortest(case: Case) -> dict[int, _Share]:
@@ -96,14 +96,14 @@ def _shortest(case: Case) -> dict[int, _Share]:
     for stage in range(case.stages - 2, -1, -1):
         for here in columns[stage]:
             trips[here] = min(_round_trip(case, stage, here, there, trips[there]) for there in columns[stage + 1])
-    found = {worker: _Share(0, trips[worker], []) for worker in columns[0]}
+    shares = {worker: _Share(0, trips[worker], []) for worker in columns[0]}
     for stage, (before, column) in enumerate(pairwise(columns)):
         for there in column:
-            ways = [_longer(case, stage, here, there, found[here].ways) for here in before]
-            found[there] = _Share(0, trips[there], ways[0])
+            ways = [_longer(case, stage, here, there, shares[here].ways) for here in before]
+            shares[there] = _Share(0, trips[there], ways[0])
             for one in ways:
-                found[there].take(0, trips[there], one)
-    return found
+                shares[there].take(0, trips[there], one)
+    return shares
 
 
 @dataclass(slots=True)
@@ -237,12 +237,12 @@ def _times(case: Case, worker: int, stage: int) -> tuple[float, float, float]:
 
 def _shares(case: Case, paths: Counter[tuple[int, ...]]) -> dict[tuple[int, int], _Share]:
     """Return what each worker computes of each of its stages, if anything."""
-    found: dict[tuple[int, int], _Share] = {}
+    shares: dict[tuple[int, int], _Share] = {}
     for path, number in paths.items():
         for stage, (trip, ways) in enumerate(zip(_round_trips(case, path), _ways(case, path), strict=True)):
             key = path[stage], stage
-            found.setdefault(key, _Share(0, trip, ways)).take(number, trip, ways)
-    return found
+            shares.setdefault(key, _Share(0, trip, ways)).take(number, trip, ways)
+    return shares
 
 
 def _updates(case: Case, grid: Sequence[Sequence[int | None]]) -> list[float]:
@@ -350,10 +350,10 @@ def _round_trip(case: Case, stage: int, here: int, there: int, trip: float) -> f
 
 def _ways(case: Case, path: tuple[int, ...]) -> list[list[tuple[float, float, float]]]:
     """Return :attr:`_Share.ways` of each stage, for one microbatch that takes a path."""
-    found: list[list[tuple[float, float, float]]] = [[]]
+    ways: list[list[tuple[float, float, float]]] = [[]]
     for stage, (here, there) in enumerate(pairwise(path)):
-        found.append(_longer(case, stage, here, there, found[-1]))
-    return found
+        ways.append(_longer(case, stage, here, there, ways[-1]))
+    return ways
 
 
 def _longer(

@@ -36,16 +36,16 @@ def counts(case: Case, stage: int, pause: float = 0.0) -> dict[int, int]:
     What the same workers compute of earlier stages counts.
     """
     live = [worker for row in case.grid if (worker := row[stage]) is not None]
-    found = dict.fromkeys(live, 0)
+    numbers = dict.fromkeys(live, 0)
     before = dict.fromkeys(live, (0.0, 0.0))
     for one in case.stages_of(live[0])[: case.stages_of(live[0]).index(stage) + 1]:
-        found = dict.fromkeys(live, case.microbatches) if one in case.at_home else _counts_after(case, one, pause, before)
+        numbers = dict.fromkeys(live, case.microbatches) if one in case.at_home else _counts_after(case, one, pause, before)
         times = {worker: _times(case, one, worker) for worker in live}
         before = {
-            worker: (before[worker][0] + found[worker] * ops, before[worker][1] + found[worker] * messages)
+            worker: (before[worker][0] + numbers[worker] * ops, before[worker][1] + numbers[worker] * messages)
             for worker, (ops, messages) in times.items()
         }
-    return found
+    return numbers
 
 
 def _counts_after(case: Case, stage: int, pause: float, before: Mapping[int, tuple[float, float]]) -> dict[int, int]:
@@ -54,10 +54,10 @@ def _counts_after(case: Case, stage: int, pause: float, before: Mapping[int, tup
     if len({(times[worker], before[worker], case.slow.get(worker, 1.0)) for worker in before}) == 1:
         each, more = divmod(case.replicas * case.microbatches, len(before))
         return {worker: each + (place < more) for place, worker in enumerate(before)}
-    found = dict.fromkeys(before, 0)
+    numbers = dict.fromkeys(before, 0)
 
     def end(worker: int) -> tuple[float, bool, int]:
-        number, (ops, messages), (busy, sending) = found[worker] + 1, times[worker], before[worker]
+        number, (ops, messages), (busy, sending) = numbers[worker] + 1, times[worker], before[worker]
         idle = pause if case.slow.get(worker, 1.0) > 1.0 else 0.0
         # Messages count if they occupy the port for longer than the ops take.
         time = max(busy + number * ops + idle, sending + number * messages + pause if messages else 0.0)
@@ -68,9 +68,9 @@ def _counts_after(case: Case, stage: int, pause: float, before: Mapping[int, tup
     heapq.heapify(ends)
     for _ in range(case.replicas * case.microbatches):
         _, _, worker = ends[0]
-        found[worker] += 1
+        numbers[worker] += 1
         heapq.heapreplace(ends, end(worker))
-    return found
+    return numbers
 
 
 def _times(case: Case, stage: int, worker: int) -> tuple[float, float]:

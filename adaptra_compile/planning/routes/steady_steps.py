@@ -272,10 +272,10 @@ class _Contest:
         """Take a program with I and W, if there is one."""
         if program is None or program is self.best:
             return
-        found = simulate(program, self._case.cost)
-        if found.over_memory or any(map(int.__gt__, found.peak_in_flight, self._limits)):
+        simulation = simulate(program, self._case.cost)
+        if simulation.over_memory or any(map(int.__gt__, simulation.peak_in_flight, self._limits)):
             return
-        times = found.period, found.makespan
+        times = simulation.period, simulation.makespan
         if times < self._times:
             self.best, self._times = program, times
 
