@@ -196,7 +196,7 @@ def needs(op: Op, program: Program, lowered: bool, hands_over: bool = True, chan
         changing: The stages whose forwards change buffers. There an F waits for that of the microbatch before, since its worker
             hands the buffers over.
     """
-    found = [*_crossing_needs(op, program, hands_over, changing)] if lowered and not program.routing.stays_at_home else []
+    needed = [*_crossing_needs(op, program, hands_over, changing)] if lowered and not program.routing.stays_at_home else []
     paths = program.routing.path_of[op.replica]
     is_compute = op.kind.is_compute
     for offset, kinds, later, when in RULE[op.kind]:
@@ -210,10 +210,10 @@ def needs(op: Op, program: Program, lowered: bool, hands_over: bool = True, chan
         if crosses and lowered:
             received = Kind.RECV_W if when is When.HANDED_OVER else RECEIVED_BY.get(offset)
         if received is None:
-            found.append(Need(stage, kinds, microbatch, op.replica))
+            needed.append(Need(stage, kinds, microbatch, op.replica))
         else:
-            found.append(Need(op.stage, (received,), op.microbatch, op.replica))
-    return tuple(found)
+            needed.append(Need(op.stage, (received,), op.microbatch, op.replica))
+    return tuple(needed)
 
 
 def _crossing_needs(op: Op, program: Program, hands_over: bool, changing: Container[int]) -> Iterator[Need]:

@@ -214,14 +214,14 @@ def _places(program: Program) -> Mapping[Op, Position]:
 
 
 def _every_microbatch_is_complete(facts: Facts) -> None:
-    found: defaultdict[tuple[int, int, int], set[Kind]] = defaultdict(set)
+    computed: defaultdict[tuple[int, int, int], set[Kind]] = defaultdict(set)
     for op in facts.places:
         if op.kind.is_compute:
-            found[op.replica, op.stage, op.microbatch].add(op.kind)
+            computed[op.replica, op.stage, op.microbatch].add(op.kind)
     allowed = _FORWARD_ONLY if facts.forward_only else _TRAINING
     program = facts.program
     for replica, stage, microbatch in product(*map(range, (program.replicas, program.stages, program.microbatches))):
-        kinds = found[replica, stage, microbatch]
+        kinds = computed[replica, stage, microbatch]
         if kinds not in allowed:
             has, *expected = [
                 " ".join(program.text_of(Op(stage, kind, microbatch, None, replica)) for kind in Kind if kind in some)
@@ -269,13 +269,13 @@ def _every_message_has_two_ends(facts: Facts) -> None:
 def _foreign_microbatches_have_their_messages(facts: Facts) -> None:
     if facts.program.routing.stays_at_home:
         return
-    found = [op for op in facts.places if op.kind.is_crossing]
-    sends = crossings(facts.program, facts.hands_over, facts.changing) if found else ()
+    crossing_ops = [op for op in facts.places if op.kind.is_crossing]
+    sends = crossings(facts.program, facts.hands_over, facts.changing) if crossing_ops else ()
     needed = {end: send for send in sends for end in (send, other_end(send))}
     for end, send in needed.items():
         if end not in facts.places:
             raise facts.missing(end, other_end(end), _why_it_crosses(send, facts.program))
-    for op in found:
+    for op in crossing_ops:
         if op not in needed:
             raise facts.error(f"{facts.text_of(op)}: no such message is needed on stage {op.stage}", facts.places[op])
 
@@ -394,13 +394,13 @@ def _arrivals(facts: Facts) -> Mapping[int, list[Op]]:
 
     That is the op before each worker's REDUCE, and both ends of the sums that these need.
     """
-    found: defaultdict[int, list[Op]] = defaultdict(list)
+    arrivals: defaultdict[int, list[Op]] = defaultdict(list)
     for op, place in facts.places.items():
         if op.kind is Kind.REDUCE:
-            found[op.stage] += facts.program.orders[place.rank][: place.number][-1:]
+            arrivals[op.stage] += facts.program.orders[place.rank][: place.number][-1:]
             for receive in facts.needed(op):
-                found[op.stage] += [receive, other_end(receive)]
-    return found
+                arrivals[op.stage] += [receive, other_end(receive)]
+    return arrivals
 
 
 _OF_BUFFERS: Final = frozenset({Kind.SEND_BUFFERS, Kind.RECV_BUFFERS})

@@ -377,17 +377,17 @@ def _ends(
     timeline: Timeline, lanes: Mapping[int, float], messages: Iterable[MessageInterval]
 ) -> list[tuple[tuple[float, float], tuple[float, float]]]:
     """Return each message's line: from the border of the sender's lane that faces the receiver's, and vice versa."""
-    clock, found = _Clock.of(timeline), list[tuple[tuple[float, float], tuple[float, float]]]()
+    clock, lines = _Clock.of(timeline), list[tuple[tuple[float, float], tuple[float, float]]]()
     for message in messages:
         source, destination = (lanes[end] for end in timeline.ends_of(message))
         down = source < destination
-        found.append(
+        lines.append(
             (
                 (clock.at(message.departed), source + (LANE if down else 0.0)),
                 (clock.at(message.arrived), destination + (0.0 if down else LANE)),
             )
         )
-    return found
+    return lines
 
 
 def _crosses(timeline: Timeline, message: MessageInterval) -> bool:

@@ -184,11 +184,11 @@ def _flow(
 ) -> Iterator[dict[str, Any]]:
     """Yield the arrow from producer to consumer, through the message if shown. Its points are in the middle of slices."""
     send, receive = message.send, other_end(message.send)
-    made = [(row.kinds, send.microbatch + row.later) for row in RULE[send.kind]] or [((), 0)]  # a batch is made by no op
-    used = USED_BY.get(receive.kind, ()), receive.microbatch
+    producers = [(row.kinds, send.microbatch + row.later) for row in RULE[send.kind]] or [((), 0)]  # a batch is made by no op
+    consumer = USED_BY.get(receive.kind, ()), receive.microbatch
     ends = [
         next((middle[key] for kind in kinds if (key := (message.replica, stage, kind, microbatch)) in middle), None)
-        for stage, (kinds, microbatch) in ((send.stage, made[0]), (receive.stage, used))
+        for stage, (kinds, microbatch) in ((send.stage, producers[0]), (receive.stage, consumer))
     ]
     number = next(ids)
     for phase, point in zip("stf", (ends[0], way, ends[1]), strict=True):
@@ -227,7 +227,7 @@ def _message_threads(timeline: Timeline, slow: frozenset[tuple[int, int]]) -> It
     for message in messages:
         edge = message.source, message.destination
         by_edge[(edge,) if program.is_one_pipeline else (edge, timeline.ends_of(message))].append(message)
-    found: dict[MessageInterval, tuple[int, str]] = {}
+    thread_of: dict[MessageInterval, tuple[int, str]] = {}
     threads = count(_FIRST_EDGE_THREAD)
     links = slow_links_of(timeline)
     for ((source, destination), *workers), on_edge in sorted(by_edge.items()):
@@ -243,8 +243,8 @@ def _message_threads(timeline: Timeline, slow: frozenset[tuple[int, int]]) -> It
                 lanes.append((next(threads), name + (f" #{lane + 1}" if lane else "")))
                 free.append(message.arrived)
             free[lane] = message.arrived
-            found[message] = lanes[lane]
-    return (found[message] for message in messages)
+            thread_of[message] = lanes[lane]
+    return (thread_of[message] for message in messages)
 
 
 def named(process: int, thread: int, what: str, name: str) -> dict[str, Any]:
@@ -344,8 +344,8 @@ def _is_of(program: Program, op: Op) -> bool:
 
 def _times(token: str, arguments: Mapping[str, Any], what: str) -> tuple[float, ...]:
     names = _ARGUMENTS[what]
-    given: list[Any] = [arguments.get(name) for name in names]
-    times = tuple(float(value) for value in given if is_finite(value))
+    values: list[Any] = [arguments.get(name) for name in names]
+    times = tuple(float(value) for value in values if is_finite(value))
     if len(times) < len(names) or list(times) != sorted(times):
-        raise ReportError(f"event {token}: expected finite {' <= '.join(names)}, got {', '.join(map(str, given))}")
+        raise ReportError(f"event {token}: expected finite {' <= '.join(names)}, got {', '.join(map(str, values))}")
     return times

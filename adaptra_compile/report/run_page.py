@@ -224,14 +224,14 @@ def _times(axes: Axes, run: Run) -> None:
 
 
 def _delays(axes: Axes, run: Run) -> None:
-    found = run.named_flights
-    slowest = {edge: max(flight for _, flight in flights) for edge, flights in found.items()}
-    usual = median([min(flight for _, flight in flights) for flights in found.values()] or [0.0])
+    named_flights = run.named_flights
+    slowest = {edge: max(flight for _, flight in flights) for edge, flights in named_flights.items()}
+    usual = median([min(flight for _, flight in flights) for flights in named_flights.values()] or [0.0])
     least = max(_STANDS_OUT * usual, _SEEN * max(slowest.values(), default=0.0))
     out = sorted((edge for edge in slowest if slowest[edge] > least), key=lambda edge: -slowest[edge])
     colours = dict(zip(out, _EDGES, strict=False))
     ends: list[tuple[str, str, float]] = []
-    for edge, flights in found.items():
+    for edge, flights in named_flights.items():
         steps, values = [step for step, _ in flights], [1e3 * flight for _, flight in flights]
         colour = colours.get(edge, _FAINT)
         style = "-" if edge[0] < edge[1] else (0, (3, 1.5))
@@ -239,8 +239,8 @@ def _delays(axes: Axes, run: Run) -> None:
         axes.plot(steps, values, color=colour, linewidth=width, linestyle=style, zorder=order)
         if edge in colours:
             ends.append((f"{edge[0]}→{edge[1]}", colour, values[-1]))
-    if len(colours) < len(found):
-        others = [1e3 * flights[-1][1] for edge, flights in found.items() if edge not in colours]
+    if len(colours) < len(named_flights):
+        others = [1e3 * flights[-1][1] for edge, flights in named_flights.items() if edge not in colours]
         ends.append(("other edges", _FAINT, median(others)))
     highest = 1.12e3 * max(slowest.values(), default=1e-3)
     axes.set_ylim(0, highest)
@@ -310,12 +310,12 @@ def _slow_workers(run: Run) -> list[int]:
     for works in run.works.values():
         for step, work in works:
             by_step.setdefault(step, []).append(work)
-    found: dict[int, list[float]] = {}
+    slow_paces: dict[int, list[float]] = {}
     for works in by_step.values():
         for worker, pace in paces(works).items():
             if pace >= SLOW_PACE:
-                found.setdefault(worker, []).append(pace)
-    often = {worker: max(of_worker) for worker, of_worker in found.items() if len(of_worker) >= _OFTEN}
+                slow_paces.setdefault(worker, []).append(pace)
+    often = {worker: max(of_worker) for worker, of_worker in slow_paces.items() if len(of_worker) >= _OFTEN}
     return sorted(often, key=lambda worker: -often[worker])
 
 

@@ -90,11 +90,11 @@ class Run:
     @cached_property
     def steps(self) -> tuple[RecordedStep, ...]:
         """Return the steps in order, each of all replicas. The predictions are rank 0's, since it coordinates."""
-        found: dict[int, list[StepTaken]] = {}
-        for one in self._all():
-            if isinstance(one.record, StepTaken):
-                found.setdefault(one.record.measurement.step, []).append(one.record)
-        return tuple(_step(number, ranks) for number, ranks in sorted(found.items()))
+        by_step: dict[int, list[StepTaken]] = {}
+        for timestamped in self._all():
+            if isinstance(timestamped.record, StepTaken):
+                by_step.setdefault(timestamped.record.measurement.step, []).append(timestamped.record)
+        return tuple(_step(number, ranks) for number, ranks in sorted(by_step.items()))
 
     @cached_property
     def flights(self) -> dict[tuple[int, int], tuple[tuple[int, float], ...]]:
@@ -102,36 +102,36 @@ class Run:
 
         Those of other replicas are left out; see :attr:`named_flights`.
         """
-        found: dict[tuple[int, int], list[tuple[int, float]]] = {}
-        for one in self._own():
-            if isinstance(one.record, StepTaken):
-                for edge in one.record.measurement.edges:
-                    flights = found.setdefault((edge.source, edge.destination), [])
-                    flights.append((one.record.measurement.step, edge.estimate.flight))
-        return {edge: tuple(flights) for edge, flights in sorted(found.items())}
+        by_edge: dict[tuple[int, int], list[tuple[int, float]]] = {}
+        for timestamped in self._own():
+            if isinstance(timestamped.record, StepTaken):
+                for edge in timestamped.record.measurement.edges:
+                    flights = by_edge.setdefault((edge.source, edge.destination), [])
+                    flights.append((timestamped.record.measurement.step, edge.estimate.flight))
+        return {edge: tuple(flights) for edge, flights in sorted(by_edge.items())}
 
     @cached_property
     def named_flights(self) -> dict[tuple[str, str], tuple[tuple[int, float], ...]]:
         """Return the flights of all replicas by the names of the stages, or with several replicas of the workers."""
-        found: dict[tuple[str, str], tuple[tuple[int, float], ...]] = {}
+        named: dict[tuple[str, str], tuple[tuple[int, float], ...]] = {}
         for run in self.replicas:
             place = f"{run.started.replica}." if self.peers else ""
-            found |= {(f"{place}{source}", f"{place}{end}"): one for (source, end), one in run.flights.items()}
-        return found
+            named |= {(f"{place}{source}", f"{place}{end}"): one for (source, end), one in run.flights.items()}
+        return named
 
     @cached_property
     def works(self) -> dict[int, tuple[tuple[int, WorkerStep], ...]]:
         """Return, for every worker of the job, pairs of a step and what it did."""
-        found: dict[int, dict[int, WorkerStep]] = {}
-        for one in self._all():
-            if isinstance(one.record, StepTaken) and one.record.work is not None:
-                measured, work = one.record.measurement, one.record.work
-                mine = found.setdefault(work.worker, {})
+        by_worker: dict[int, dict[int, WorkerStep]] = {}
+        for timestamped in self._all():
+            if isinstance(timestamped.record, StepTaken) and timestamped.record.work is not None:
+                measured, work = timestamped.record.measurement, timestamped.record.work
+                mine = by_worker.setdefault(work.worker, {})
                 mine[measured.step] = work
                 # A step tells of REDUCE of the one before.
                 if (reduce := measured.reduce) is not None and reduce.step in mine:
                     mine[reduce.step] = replace(mine[reduce.step], reduce=reduce.seconds, exposed=reduce.exposed)
-        return {worker: tuple(sorted(found[worker].items())) for worker in sorted(found)}
+        return {worker: tuple(sorted(by_worker[worker].items())) for worker in sorted(by_worker)}
 
     @cached_property
     def usual_works(self) -> tuple[WorkerStep, ...]:
@@ -270,11 +270,11 @@ def load_run(folder: str | Path) -> Run:
         records, is_cut = _read(path)
         if is_cut:
             cut_off.append(path)
-        for one in records:
-            of_rank = starts.setdefault(one.record.rank, [])
-            if isinstance(one.record, RunStarted) or not of_rank:
+        for timestamped in records:
+            of_rank = starts.setdefault(timestamped.record.rank, [])
+            if isinstance(timestamped.record, RunStarted) or not of_rank:
                 of_rank.append([])
-            of_rank[-1].append(one)
+            of_rank[-1].append(timestamped)
     return _last_run(folder, starts, tuple(cut_off))
 
 
@@ -329,13 +329,13 @@ def _read(path: Path) -> tuple[list[TimestampedRecord], bool]:
             broken = broken or (number, error)
             continue
         try:
-            one = from_json(data, f"{path}:{number}")
+            timestamped = from_json(data, f"{path}:{number}")
         except ControlError as error:
             raise ReportError(str(error)) from None
-        if broken is not None and not isinstance(one.record, RunStarted):
+        if broken is not None and not isinstance(timestamped.record, RunStarted):
             raise ReportError(f"{path}:{broken[0]}: not JSON: {broken[1]}: only a last line may be cut off")
         broken = None
-        records.append(one)
+        records.append(timestamped)
     return records, broken is not None
 
 

@@ -16,12 +16,12 @@ def placement_of(fields: Fields, stages: int) -> tuple[int, ...]:
     Raises:
         CaseError: The field is not one.
     """
-    given = fields.raw("placement", None)
-    if given is None:
+    placement = fields.raw("placement", None)
+    if placement is None:
         return tuple(range(stages))
-    if not isinstance(given, list) or not all(isinstance(held, list) and held for held in cast("list[Any]", given)):
-        raise fields.refuse("placement", "a list with one list of stages per rank", cast("object", given))
-    held_by = cast("list[list[Any]]", given)
+    if not isinstance(placement, list) or not all(isinstance(held, list) and held for held in cast("list[Any]", placement)):
+        raise fields.refuse("placement", "a list with one list of stages per rank", cast("object", placement))
+    held_by = cast("list[list[Any]]", placement)
     held_stages = [stage for held in held_by for stage in held]
     if any(type(stage) is not int for stage in held_stages) or sorted(held_stages) != list(range(stages)):
         raise fields.refuse("placement", f"each of the stages 0..{stages - 1} once", held_by)

@@ -204,18 +204,18 @@ def _blocking(value: Any) -> Blocking:
 
 
 def _links(fields: Fields) -> dict[tuple[int, int], WorkerLink]:
-    found: dict[tuple[int, int], WorkerLink] = {}
+    links: dict[tuple[int, int], WorkerLink] = {}
     for name, value in fields.by_name("links").items():
         ends = name.split("-")
         if len(ends) != 2 or not all(_INDEX.fullmatch(end) for end in ends):
             raise CaseError(f"links: {name!r}: expected two workers such as '1-2', from 1 to 2")
         link = Fields(value, f"links {name}", CaseError)
-        found[int(ends[0]), int(ends[1])] = WorkerLink(link.number("c", 0), link.number("o", 0))
+        links[int(ends[0]), int(ends[1])] = WorkerLink(link.number("c", 0), link.number("o", 0))
         link.end()
-    return found
+    return links
 
 
-def _whole_cap(given: float) -> int:
-    if given < 1 or given != int(given):
-        raise CaseError(f"mem_cap: {given:g}: expected a whole number of microbatches, at least 1")
-    return int(given)
+def _whole_cap(cap: float) -> int:
+    if cap < 1 or cap != int(cap):
+        raise CaseError(f"mem_cap: {cap:g}: expected a whole number of microbatches, at least 1")
+    return int(cap)

@@ -62,11 +62,11 @@ def check_fit(program: Program, case: Case) -> Routing:
         CaseError: The program and the case have different replicas, stages or microbatches, or a lost worker has ops.
     """
     routing = program.routing
-    given = routing.replicas, program.stages, program.microbatches
+    sizes = routing.replicas, program.stages, program.microbatches
     expected = case.replicas, case.stages, case.microbatches
-    if given != expected:
+    if sizes != expected:
         raise CaseError(
-            f"{program.name} has {given[0]} replicas of {given[1]} stages and {given[2]} microbatches: expected "
+            f"{program.name} has {sizes[0]} replicas of {sizes[1]} stages and {sizes[2]} microbatches: expected "
             f"{expected[0]}, {expected[1]} and {expected[2]}, as {case.name} has"
         )
     for replica, path in enumerate(routing.workers):

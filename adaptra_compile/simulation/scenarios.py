@@ -41,11 +41,11 @@ def delay_scenarios(cost: CostModel, delays: Mapping[tuple[int, int], Mapping[fl
     if not all(delays.values()) or math.prod(map(len, delays.values())) > MOST_SCENARIOS:
         sizes = ", ".join(f"{source}→{destination}: {len(given)}" for (source, destination), given in delays.items())
         raise PlanError(f"delays {sizes}: expected at least one per edge and at most {MOST_SCENARIOS} combinations")
-    found: list[Scenario] = []
+    scenarios: list[Scenario] = []
     for combination in product(*(given.items() for given in delays.values())):
         slowed, weight = cost, 1.0
         for (source, destination), (delay, likelihood) in zip(delays, combination, strict=True):
             slowed = slowed.with_latency(source, destination, cost.latency(source, destination) + delay)
             weight *= likelihood
-        found.append(Scenario(slowed, weight))
-    return tuple(found)
+        scenarios.append(Scenario(slowed, weight))
+    return tuple(scenarios)

@@ -196,7 +196,7 @@ class Simulation:
 
     @cached_property
     def _messages(self) -> tuple[MessageInterval, ...]:
-        found = [
+        messages = [
             MessageInterval(
                 Kind.SEND_F if destination > source else Kind.SEND_B,
                 source,
@@ -211,7 +211,7 @@ class Simulation:
                 "=4i3d", self._simulated.messages()
             )
         ]
-        return tuple(sorted(found, key=lambda one: (one.posted, one.replica, one.source, one.destination, one.microbatch)))
+        return tuple(sorted(messages, key=lambda one: (one.posted, one.replica, one.source, one.destination, one.microbatch)))
 
 
 def simulate(program: Program, costs: Case | CostModel) -> Simulation:
@@ -248,18 +248,18 @@ def _of_pipeline(program: Program, cost: CostModel) -> Simulation:
     return _simulated(program, cost, pipeline_of(program, cost))
 
 
-def _simulated(program: Program, given: Case | CostModel, problem: _C.Problem) -> Simulation:
+def _simulated(program: Program, costs: Case | CostModel, problem: _C.Problem) -> Simulation:
     orders = _C.to_orders(program.orders)
     simulated = _C.simulate(problem, orders, 1)
     if not simulated.complete:
-        raise _refused(program, given)
-    return Simulation(program, given, simulated.makespan, problem, orders, simulated)
+        raise _refused(program, costs)
+    return Simulation(program, costs, simulated.makespan, problem, orders, simulated)
 
 
-def _refused(program: Program, given: Case | CostModel) -> AssertionError:
+def _refused(program: Program, costs: Case | CostModel) -> AssertionError:
     """Raise the verifier's error of a program that can't be executed."""
-    if isinstance(given, Case):
-        verify(program, hands_over=given.hands_over, barrier=given.barrier, changing=given.changing)
+    if isinstance(costs, Case):
+        verify(program, hands_over=costs.hands_over, barrier=costs.barrier, changing=costs.changing)
     else:
         verify(program)
     return AssertionError(f"{program.name}: the simulator can't execute what the verifier accepts")

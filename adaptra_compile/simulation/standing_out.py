@@ -53,11 +53,11 @@ def _flights(
     timeline: Timeline, ends_of: Callable[[MessageInterval], tuple[int, int]]
 ) -> Mapping[tuple[int, int], Sequence[float]]:
     """Return the flights of messages between stages. Those between workers of one stage are of other sizes."""
-    found: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+    flights: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
     for message in timeline.messages:
         if message.source != message.destination:
-            found[ends_of(message)].append(message.arrived - message.departed)
-    return found
+            flights[ends_of(message)].append(message.arrived - message.departed)
+    return flights
 
 
 def _mean_forward(timeline: Timeline) -> float:

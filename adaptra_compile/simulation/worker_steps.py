@@ -95,13 +95,13 @@ def paces(steps: Iterable[WorkerStep]) -> dict[int, float]:
     for one in steps:
         if one.per_microbatch is not None:
             by_stages[one.stages][one.worker] = one.per_microbatch
-    found: dict[int, float] = {}
+    pace_of: dict[int, float] = {}
     for of_worker in by_stages.values():
         for worker, own in of_worker.items():
             others = [each for other, each in of_worker.items() if other != worker]
             if others and (usual := median(others)) > 0:
-                found[worker] = own / usual
-    return found
+                pace_of[worker] = own / usual
+    return pace_of
 
 
 def usual_step(steps: Sequence[WorkerStep]) -> WorkerStep:
@@ -130,9 +130,9 @@ def _worker_step(timeline: Timeline, rank: int, incoming: Iterable[MessageInterv
     replica, stages = place_of(program, rank)
     computed = {(one.op.replica, one.op.microbatch) for one in order}
     taken = Counter(home for home, _ in computed if home != replica)
-    given: Counter[int] = Counter()
+    given_away: Counter[int] = Counter()
     for microbatch in range(program.microbatches):
-        given.update({program.holder(replica, stage, microbatch) for stage in stages} - {rank})
+        given_away.update({program.holder(replica, stage, microbatch) for stage in stages} - {rank})
     reduce = next((one for one in timeline.reduces if one.rank == rank), None)
     return WorkerStep(
         rank,
@@ -142,7 +142,7 @@ def _worker_step(timeline: Timeline, rank: int, incoming: Iterable[MessageInterv
         _per_microbatch(order),
         len(computed) - sum(taken.values()),
         tuple(sorted(taken.items())),
-        tuple(sorted(given.items())),
+        tuple(sorted(given_away.items())),
         _waits(timeline, order, incoming),
         None if reduce is None else reduce.end - reduce.start,
         None if reduce is None else reduce.exposed,
@@ -163,14 +163,14 @@ def _waits(timeline: Timeline, order: Iterable[OpInterval], incoming: Iterable[M
         receive = other_end(message.send)
         for kind in USED_BY.get(receive.kind, ()):
             needed[replace(receive, kind=kind)].append(message)
-    found: defaultdict[int, float] = defaultdict(float)
+    waits: defaultdict[int, float] = defaultdict(float)
     free = 0.0
-    for one in order:
-        last = max(needed[one.op], key=lambda message: message.arrived, default=None)
-        if last is not None and (waited := min(last.arrived, one.start) - free) > 0:
-            found[timeline.ends_of(last)[0]] += waited
-        free = one.end
-    return _longest_first(found)
+    for interval in order:
+        last = max(needed[interval.op], key=lambda message: message.arrived, default=None)
+        if last is not None and (waited := min(last.arrived, interval.start) - free) > 0:
+            waits[timeline.ends_of(last)[0]] += waited
+        free = interval.end
+    return _longest_first(waits)
 
 
 def _longest_first(waited: Mapping[int, float]) -> Waits:

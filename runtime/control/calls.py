@@ -96,7 +96,7 @@ class Calls:
         is_lost = isinstance(error, PeerLostError) and not isinstance(error.__cause__, RuntimeError)
         if not isinstance(error, TransportError) or is_lost:
             return error
-        found: list[PipelineError] = []
+        differences: list[PipelineError] = []
 
         def compare() -> None:
             deadline = time.monotonic() + 2 * COMPARE_SECONDS
@@ -106,20 +106,20 @@ class Calls:
                     for neighbour in self._neighbours:
                         self._compare(neighbour)
             except PipelineError as difference:
-                found.append(difference)
+                differences.append(difference)
 
         self._within(3 * COMPARE_SECONDS, compare, is_known)
-        return found[0] if found else error
+        return differences[0] if differences else error
 
     def ahead(self, ranks: Sequence[int]) -> list[int]:
         """Return which of these ranks have begun a call that this rank has not. A rank tells of a call after a second in it."""
-        found: list[int] = []
+        ranks_ahead: list[int] = []
         for rank in ranks:
             if self._store.check([key := self._key(rank)]):
                 number = decode(self._store.get(key), f"calls of rank {rank}").whole("number")
                 if number > self._number:
-                    found.append(rank)
-        return found
+                    ranks_ahead.append(rank)
+        return ranks_ahead
 
     def close(self, *, informs: bool = False) -> None:
         """End the thread. May be called again.

@@ -84,10 +84,10 @@ class JobDetector:
     def _without_waits(self, measurements: Sequence[StepMeasurement]) -> list[StepMeasurement]:
         """Return the measurements with updates in which no replica waits for another one: with the shortest REDUCE of all."""
         shortest: dict[int, float] = {}
-        for one in measurements:
-            if one.reduce is not None:
-                place = one.rank % self._workers
-                shortest[place] = min(shortest.get(place, one.reduce.seconds), one.reduce.seconds)
+        for measurement in measurements:
+            if measurement.reduce is not None:
+                place = measurement.rank % self._workers
+                shortest[place] = min(shortest.get(place, measurement.reduce.seconds), measurement.reduce.seconds)
         return [
             one
             if one.update is None or one.reduce is None

@@ -78,25 +78,25 @@ def gather_state(state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) 
     Raises:
         StateError: The optimizer state of a parameter has an entry that is neither a tensor nor a number; names both.
     """
-    found = Handover()
+    handover = Handover()
     groups = {id(one): index for index, group in enumerate(optimizer.param_groups) for one in group["params"]}
     for name, value in state.items():
-        found.tensors[name, VALUE] = value.detach()
+        handover.tensors[name, VALUE] = value.detach()
         if value.grad is not None:
-            found.tensors[name, GRADIENT] = value.grad
+            handover.tensors[name, GRADIENT] = value.grad
         if id(value) in groups:
-            found.groups[name] = groups[id(value)]
+            handover.groups[name] = groups[id(value)]
         for key, entry in optimizer.state.get(value, {}).items():
             if isinstance(entry, Tensor) and isinstance(key, str):
-                found.tensors[name, STATE + key] = entry
+                handover.tensors[name, STATE + key] = entry
             elif isinstance(key, str) and (entry is None or isinstance(entry, bool | int | float)):
-                found.numbers[name, STATE + key] = entry
+                handover.numbers[name, STATE + key] = entry
             else:
                 raise StateError(
                     f"optimizer {type(optimizer).__name__}: its state {key!r} of {name} is a {type(entry).__name__}: expected "
                     "tensors and numbers alone, which can move to another rank"
                 )
-    return found
+    return handover
 
 
 def check_movable(held: Handover) -> None:

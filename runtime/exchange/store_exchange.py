@@ -53,10 +53,10 @@ def gather(transport: Transport, what: str, data: object, timeout: float, check:
     """
     wanted = range(transport.world_size) if transport.rank == 0 else range(0)
     store = records_of(transport)
-    found = exchange(store, f"gather/{what}", transport.rank, json.dumps(data), wanted, timeout, check)
+    texts = exchange(store, f"gather/{what}", transport.rank, json.dumps(data), wanted, timeout, check)
     for rank in wanted:  # no other rank reads them
         store.delete_key(f"gather/{what}/{rank}")
-    return [json.loads(text) for text in found] if transport.rank == 0 else None
+    return [json.loads(text) for text in texts] if transport.rank == 0 else None
 
 
 def exchange_data(
@@ -75,8 +75,8 @@ def exchange_data(
         LaunchError, ControlError: As :func:`gather`.
     """
     store = records_of(transport)
-    found = exchange(store, f"tell/{what}", transport.rank, json.dumps(data), wanted, timeout, check)
-    return [json.loads(text) for text in found]
+    texts = exchange(store, f"tell/{what}", transport.rank, json.dumps(data), wanted, timeout, check)
+    return [json.loads(text) for text in texts]
 
 
 def records_of(transport: Transport) -> Store:

@@ -34,11 +34,11 @@ def agree(transport: Transport, what: str, facts: Mapping[str, object], timeout:
     """
     digests = {name: _digest(one) for name, one in facts.items()}
     ranks = range(transport.world_size)
-    found = exchange(records_of(transport), f"agree/{what}", transport.rank, _digest(digests), ranks, timeout, check)
-    for rank, text in enumerate(found):
+    texts = exchange(records_of(transport), f"agree/{what}", transport.rank, _digest(digests), ranks, timeout, check)
+    for rank, text in enumerate(texts):
         if text.startswith(_FAILED):
             raise LaunchError(f"{what}: rank {rank} failed: {text.removeprefix(_FAILED)}")
-    different = [rank for rank, other in enumerate(found) if other != found[0]]
+    different = [rank for rank, other in enumerate(texts) if other != texts[0]]
     if different:
         both = (0, different[0])
         pair = exchange(records_of(transport), f"agree/{what}/each", transport.rank, json.dumps(digests), both, timeout, check)

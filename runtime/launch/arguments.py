@@ -70,11 +70,11 @@ def agree_on_arguments(store: Store, rank: int, ranks: int, arguments: Mapping[s
     except DistError as error:
         raise lost_store(_NAME, rank, error) from error
     if result.differs is not None:
-        given = [
+        pair = [
             _arguments_of(text if other == rank else found, other)
             for other, found in zip((0, result.differs), texts, strict=True)
         ]
-        raise _difference(result.differs, *given)
+        raise _difference(result.differs, *pair)
     return result.root
 
 
@@ -231,9 +231,9 @@ def _difference(rank: int, ours: Mapping[str, object], theirs: Mapping[str, obje
 
 def _arguments_of(text: str | bytes, rank: int) -> dict[str, object]:
     fields = decode(text.encode() if isinstance(text, str) else text, f"arguments of rank {rank}")
-    given = fields.raw("arguments")
+    arguments = fields.raw("arguments")
     fields.raw("nonce")
     fields.end()
-    if not isinstance(given, dict):
+    if not isinstance(arguments, dict):
         raise ControlError(f"arguments of rank {rank}: expected an object")
-    return cast("dict[str, object]", given)
+    return cast("dict[str, object]", arguments)

@@ -52,19 +52,19 @@ def connect(membership: ProcessMembership, store: Store, rank: int, make: Callab
     try:
         membership.add(listener)
         thread.start()
-        found = happened.get()
-        if isinstance(found, BaseException) and _may_come_of_a_loss(found):
-            found = _cause_of(found, happened)
-        if isinstance(found, _Done):
+        outcome = happened.get()
+        if isinstance(outcome, BaseException) and _may_come_of_a_loss(outcome):
+            outcome = _cause_of(outcome, happened)
+        if isinstance(outcome, _Done):
             if membership.lost is not None:
                 raise membership.lost
-            return found.made
-        if found is membership.lost:
-            raise found
-        cause = membership.fail(listener, found)
-        if not _may_come_of_a_loss(found):
-            raise found  # this rank's own mistake is raised as such, even if another rank made it first
-        raise cause from (None if cause is found else found)
+            return outcome.made
+        if outcome is membership.lost:
+            raise outcome
+        cause = membership.fail(listener, outcome)
+        if not _may_come_of_a_loss(outcome):
+            raise outcome  # this rank's own mistake is raised as such, even if another rank made it first
+        raise cause from (None if cause is outcome else outcome)
     except BaseException:
         # If a thread still waited for the store when this process ends, C++ would abort the process.
         end_connections((connections_to(store) - before) | spare_clients.connections_since(store, loans))

@@ -72,10 +72,10 @@ def _gloo_address(host: str) -> str:
 def _own_address(name: str) -> str | None:
     """Return the first address of a name that this host has, or None."""
     try:
-        found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
+        addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except OSError:
         return None
-    for family, kind, protocol, _, address in found:
+    for family, kind, protocol, _, address in addresses:
         try:
             with socket.socket(family, kind, protocol) as tried:
                 tried.bind(address)

@@ -34,29 +34,29 @@ def move_within(
     Returns:
         Per rank the tensors that it has or is given, and copies for it of other ranks' tensors.
     """
-    given = [dict(state) for state in states]
+    states_after = [dict(state) for state in states]
     copied: list[list[Transfer[str]]] = [[] for _ in states]
     kept = [{name for stage in stages for name in stage.state_names} for stages in after]
     taken: set[str] = set()
-    for one in moving:
-        if one.item in kept[one.sender] or one.item in taken:
-            copied[one.sender].append(one)
+    for transfer in moving:
+        if transfer.item in kept[transfer.sender] or transfer.item in taken:
+            copied[transfer.sender].append(transfer)
         else:
-            taken.add(one.item)
-            given[one.receiver][one.item] = states[one.sender][one.item]
+            taken.add(transfer.item)
+            states_after[transfer.receiver][transfer.item] = states[transfer.sender][transfer.item]
     copies = [Handover() for _ in states]
     for sender, some in enumerate(copied):
         for receiver, names in sent_by(sender, some).items():
             copies[receiver].add(held[sender].part(names).copy())
-    return list(given), copies
+    return list(states_after), copies
 
 
-def new_state(stages: Sequence[TrainStage], given: Mapping[str, Tensor], arrived: Handover) -> dict[str, Tensor]:
+def new_state(stages: Sequence[TrainStage], own: Mapping[str, Tensor], arrived: Handover) -> dict[str, Tensor]:
     """Return the state of a rank's stages: the tensors that it is given, and new ones for the state that has arrived."""
     trainable = frozenset(name for one in stages for name in one.trainable)
     parameters = frozenset(name for one in stages for name in one.parameters)
-    made = take_over(arrived, trainable, parameters)
-    return {name: given[name] if name in given else made[name] for one in stages for name in one.state_names}
+    taken_over = take_over(arrived, trainable, parameters)
+    return {name: own[name] if name in own else taken_over[name] for one in stages for name in one.state_names}
 
 
 def regroup(

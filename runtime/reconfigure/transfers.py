@@ -44,11 +44,11 @@ def transfers(before: Holders[Item], after: Holders[Item], items: Iterable[Item]
     Returns:
         The transfers by receiver, those to one rank in the order of ``items``.
     """
-    found: list[Transfer[Item]] = []
+    moving: list[Transfer[Item]] = []
     for item in items:
         sender, had = before[item][0], set(before[item])
-        found += [Transfer(item, sender, holder) for holder in after[item] if holder not in had]
-    return sorted(found, key=lambda one: one.receiver)
+        moving += [Transfer(item, sender, holder) for holder in after[item] if holder not in had]
+    return sorted(moving, key=lambda one: one.receiver)
 
 
 def cut_transfers(
@@ -73,11 +73,11 @@ def role_transfers(before: Roles, after: Roles) -> list[Transfer[tuple[int, int]
 
 def sent_by(rank: int, moving: Iterable[Transfer[Item]]) -> dict[int, list[Item]]:
     """Return the items that a rank sends, by receiver."""
-    found: dict[int, list[Item]] = {}
+    by_receiver: dict[int, list[Item]] = {}
     for one in moving:
         if one.sender == rank:
-            found.setdefault(one.receiver, []).append(one.item)
-    return found
+            by_receiver.setdefault(one.receiver, []).append(one.item)
+    return by_receiver
 
 
 def senders_to(rank: int, moving: Iterable[Transfer[Item]]) -> list[int]:
@@ -86,10 +86,10 @@ def senders_to(rank: int, moving: Iterable[Transfer[Item]]) -> list[int]:
 
 
 def _holders(stages: Sequence[Collection[str]], ranks: Sequence[int]) -> dict[str, list[int]]:
-    found: dict[str, list[int]] = {}
+    holders_of: dict[str, list[int]] = {}
     for names, rank in zip(stages, ranks, strict=True):
         for name in names:
-            holders = found.setdefault(name, [])
+            holders = holders_of.setdefault(name, [])
             if rank not in holders:  # several stages of a rank share one tensor
                 holders.append(rank)
-    return found
+    return holders_of

@@ -28,10 +28,10 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
 def hash_of(words: Sequence[object]) -> int:
     """Return a hash of some words, the same in every process."""
-    found = 0
+    hashed = 0
     for byte in "/".join(map(str, words)).encode():
-        found = _signed(found * 1_099_511_628_211 + byte)
-    return found
+        hashed = _signed(hashed * 1_099_511_628_211 + byte)
+    return hashed
 
 
 def _checksum(tensor: Tensor) -> Tensor:

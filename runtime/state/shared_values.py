@@ -101,10 +101,10 @@ class SharedValues:
             PeerLostError, TransportError: A rank is lost.
         """
         self._calls += 1
-        found = [*self._among_replicas(), *self._among_stages(stream, receive)]
+        own_differences = [*self._among_replicas(), *self._among_stages(stream, receive)]
         if self._replicas.index > 0:
             return
-        rows = [[one.name, one.first, list(one.others)] for one in found]
+        rows = [[one.name, one.first, list(one.others)] for one in own_differences]
         gathered = gather(self._transport, f"shared differences/{self._calls}", rows, self._timeout, self._check)
         differences = [_difference(one) for of_rank in gathered or () if isinstance(of_rank, list) for one in of_rank]
         if differences:
@@ -116,14 +116,14 @@ class SharedValues:
         names = sorted(self._state)
         columns = self._replicas.gather(checksums([self._state[name] for name in names]))
         ranks = self._replicas.ranks
-        found: list[Difference] = []
+        differences: list[Difference] = []
         for index, name in enumerate(names):
             others = [rank for rank, column in zip(ranks, columns, strict=True) if column[index] != columns[0][index]]
             if others:
                 (value,) = self._replicas.first([self._state[name]])
                 self._take(name, value)
-                found.append(Difference(name, ranks[0], tuple(others)))
-        return found
+                differences.append(Difference(name, ranks[0], tuple(others)))
+        return differences
 
     def _among_stages(
         self, stream: StateStream, receive: Callable[[StateStream, int], Mapping[str, Tensor]]
@@ -139,7 +139,7 @@ class SharedValues:
         peers = sorted((firsts | followers) - {self._rank})
         texts = exchange_data(self._transport, f"shared values/{self._calls}", own, peers, self._timeout, self._check)
         numbers = {rank: _numbers(text, rank) for rank, text in zip(peers, texts, strict=True)}
-        found: dict[str, list[int]] = {}
+        differing_ranks: dict[str, list[int]] = {}
         # In ascending order of the sending rank on every rank; a first holder sends to higher ranks only.
         for source in sorted(firsts):
             if source != self._rank:
@@ -154,12 +154,12 @@ class SharedValues:
                 mine = [name for name, ranks in self._own.items() if ranks[0] == self._rank and rank in ranks]
                 sent = {name: self._state[name].detach() for name in mine if numbers[rank][name] != own[name]}
                 for name in sent:
-                    found.setdefault(name, []).append(rank)
+                    differing_ranks.setdefault(name, []).append(rank)
                 if sent:
                     stream.send(rank, sent, self._timeout)
         return [
             Difference(name, self._job_rank(self._rank), tuple(self._job_rank(rank) for rank in ranks))
-            for name, ranks in found.items()
+            for name, ranks in differing_ranks.items()
         ]
 
     def _job_rank(self, rank: int) -> int:

@@ -34,7 +34,7 @@ def measure_links(group: ProcessGroup, rounds: int | None = None) -> dict[tuple[
         RuntimeError: A rank is lost.
     """
     ranks, rank = group.size(), group.rank()
-    found = torch.zeros(ranks, ranks, 2, dtype=torch.float64)
+    links = torch.zeros(ranks, ranks, 2, dtype=torch.float64)
     for peer in islice(partners(rank, ranks), rounds):
         small, bulk = torch.zeros(1, dtype=torch.uint8), torch.zeros(BULK_BYTES, dtype=torch.uint8)
         if peer is None:
@@ -43,14 +43,14 @@ def measure_links(group: ProcessGroup, rounds: int | None = None) -> dict[tuple[
             latency, whole = (
                 min(_to_and_fro(group, peer, message) for _ in range(ROUND_TRIPS)) / 2 for message in (small, bulk)
             )
-            found[rank, peer] = torch.tensor([latency, max(0.0, whole - latency) / BULK_BYTES])
+            links[rank, peer] = torch.tensor([latency, max(0.0, whole - latency) / BULK_BYTES])
         else:
             for message in (*(small,) * ROUND_TRIPS, *(bulk,) * ROUND_TRIPS):
                 group.recv([message], peer, 0).wait()
                 group.send([message], peer, 0).wait()
-    group.allreduce([found]).wait()
-    measured = [(one, other) for one, other in combinations(range(ranks), 2) if found[one, other, 0] > 0]
-    return {(one, other): Link(*found[one, other].tolist()) for one, other in measured}
+    group.allreduce([links]).wait()
+    measured = [(one, other) for one, other in combinations(range(ranks), 2) if links[one, other, 0] > 0]
+    return {(one, other): Link(*links[one, other].tolist()) for one, other in measured}
 
 
 def _to_and_fro(group: ProcessGroup, peer: int, message: torch.Tensor) -> float:

@@ -170,13 +170,13 @@ class LocalTransport(Transport):
 
     def arrive(self, pending: Completion, message: _LocalMessage) -> None:
         """Complete ``pending`` with its message, which has arrived."""
-        expected, given = layout_of(pending.identity.specs), layout_of(message.identity.specs)
-        if given == expected:
+        expected, sent = layout_of(pending.identity.specs), layout_of(message.identity.specs)
+        if sent == expected:
             # Detached, so that one side's autograd never reaches the other's tensor.
             tensors = tuple(tensor.detach() for tensor in message.tensors)
             pending.complete(tensors, message.sent_at, message.arrived_at)
         else:
-            pending.fail(TransportError(f"receive of {pending.identity}: got {describe_layout(given)}"))
+            pending.fail(TransportError(f"receive of {pending.identity}: got {describe_layout(sent)}"))
         self._guard.settle(pending)
 
     def release(self, pending: Pending) -> None:

@@ -117,11 +117,11 @@ def new_group(members: Members, backend: str | None = None, timeout: timedelta |
         store = PrefixStore(f"{name}/", _client_for(str(backend)))
         group: Any = ProcessGroup(store, rank, size)
         group._set_default_backend(kinds["nccl" if "nccl" in of_device.values() else "gloo"])
-        made = {
+        backends = {
             one: _backend(one, PrefixStore(f"{one}/", store), members, timeout) for one in dict.fromkeys(of_device.values())
         }
         for device, one in of_device.items():
-            group._register_backend(torch.device(device), kinds[one], made[one])
+            group._register_backend(torch.device(device), kinds[one], backends[one])
         group._set_group_name(name)
     keep_store_from_children(store)
     return group

@@ -71,10 +71,12 @@ def _create(point: EntryPoint, options: dict[str, Any]) -> Transport:
         factory = point.load()
     except Exception as error:
         raise LaunchError(f"transport {point.name!r} of {_describe(point)} can't be loaded: {error}") from error
-    made = factory(**options)
-    if not isinstance(made, Transport):
-        raise LaunchError(f"transport {point.name!r} of {_describe(point)}: expected a Transport, got {type(made).__name__}")
-    return made
+    transport = factory(**options)
+    if not isinstance(transport, Transport):
+        raise LaunchError(
+            f"transport {point.name!r} of {_describe(point)}: expected a Transport, got {type(transport).__name__}"
+        )
+    return transport
 
 
 def _describe(point: EntryPoint) -> str:

@@ -76,11 +76,11 @@ def rows_of_all(tensors: Sequence[Tensor], labels: Sequence[str]) -> int:
     if not named:
         raise BatchError("a batch without a tensor of rows: expected one, whose first dimension splits into microbatches")
     (first, tensor), *_ = named
-    for label, one in named:
-        if one.shape[0] != tensor.shape[0]:
+    for label, other in named:
+        if other.shape[0] != tensor.shape[0]:
             raise BatchError(
-                f"{first} has {tensor.shape[0]} rows, {label} has {one.shape[0]}: expected all tensors of a batch to have the "
-                "same first dimension"
+                f"{first} has {tensor.shape[0]} rows, {label} has {other.shape[0]}: expected all tensors of a batch to have "
+                "the same first dimension"
             )
     if tensor.shape[0] == 0:
         raise BatchError(f"{first}: a batch of 0 rows: expected at least one row")

@@ -86,12 +86,12 @@ class RankValues:
             if self._context.rank != collector:
                 stream.send(collector, own, self._context.options.timeout * self._context.ranks)
                 return {}
-            found = {name: tensor.cpu().clone() for name, tensor in own.items()}
+            state = {name: tensor.cpu().clone() for name, tensor in own.items()}
             for source in range(self._context.ranks):
                 if source != collector:
-                    found |= self._receive_state(stream, source)
+                    state |= self._receive_state(stream, source)
             self._buffers.lend({})
-        return found
+        return state
 
     def _stream(self) -> StateStream:
         return StateStream(self._context.transport, max(self._numbers.next_step - 1, 0), self._context.options.timeout)

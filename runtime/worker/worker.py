@@ -229,7 +229,7 @@ class Worker:
         del self._shapes[number]
         self._programs.drop_shape(number)
 
-    def compare_rows(self, call: str, given: Mapping[str, Any]) -> None:
+    def compare_rows(self, call: str, arguments: Mapping[str, Any]) -> None:
         """Have this rank's batch compared with those of other ranks, in the first calls and then in every hundredth.
 
         See :mod:`adaptra.runtime.control.agreement.same_rows`.
@@ -238,7 +238,7 @@ class Worker:
         self.numbers.compared[call] += 1
         if self._context.ranks > 1 and is_due(number):
             with self._reporting_errors():
-                self.controller.send_checksums(call, number, numbers_of(given), self.numbers.training_step)
+                self.controller.send_checksums(call, number, numbers_of(arguments), self.numbers.training_step)
 
     def forward(self, inputs: Batch) -> tuple[tuple[Tensor, ...], PendingBackward]:
         """Run the forward pass of all microbatches of a pipeline without a loss.
@@ -300,10 +300,10 @@ class Worker:
         with self._meeting(all_ranks=True):
             return self._parts.norms.total(self.numbers.next_step - 1, norm_type, self._context.options.timeout)
 
-    def found_anywhere(self, found: bool) -> bool:
-        """Return True if ``found`` is true on any rank after the last step; all ranks call it."""
+    def found_anywhere(self, has_property: bool) -> bool:
+        """Return True if ``has_property`` is true on any rank after the last step; all ranks call it."""
         with self._meeting(all_ranks=True):
-            return self._parts.norms.found_anywhere(self.numbers.next_step - 1, found, self._context.options.timeout)
+            return self._parts.norms.found_anywhere(self.numbers.next_step - 1, has_property, self._context.options.timeout)
 
     def evaluate(
         self,
@@ -355,16 +355,16 @@ class Worker:
         own = replace(records, rank=job.rank).to_json()
         # Replicas that don't compute for each other may run different programs.
         with self._meeting():
-            found = gather(
+            answers = gather(
                 job,
                 f"records/{self.numbers.timelines}",
                 {"records": own, "program": str(program) if self.rank == 0 and program.is_one_pipeline else None},
                 self._context.options.timeout,
                 self.check,
             )
-        if found is None:
+        if answers is None:
             return None
-        gathered = [Fields(one, "records of a rank") for one in found]
+        gathered = [Fields(one, "records of a rank") for one in answers]
         measured = [StepRecords.from_json(one.raw("records")) for one in gathered]
         texts = [one.raw("program", None) for one in gathered]
         programs = [Program.parse(text) for text in texts if isinstance(text, str)]

@@ -71,15 +71,15 @@ class Preparation:
                 self._ready(plan)
 
     def _check(self, plan: Plan, version: int) -> None:
-        given, expected = plan.program, self._running
+        proposed, expected = plan.program, self._running
         if plan.version != version:
             raise ControlError(f"plan {plan.version} proposed as version {version}: expected the plan's own")
-        found = given.placement if given.is_one_pipeline else given.routing.workers
-        wanted = expected.placement if given.is_one_pipeline else self._workers
-        if (found, given.microbatches) != (wanted, expected.microbatches):
-            what = "placement" if given.is_one_pipeline else "workers"
+        placed = proposed.placement if proposed.is_one_pipeline else proposed.routing.workers
+        wanted = expected.placement if proposed.is_one_pipeline else self._workers
+        if (placed, proposed.microbatches) != (wanted, expected.microbatches):
+            what = "placement" if proposed.is_one_pipeline else "workers"
             raise ControlError(
-                f"plan {version} has {what} {found} and {given.microbatches} microbatches: "
+                f"plan {version} has {what} {placed} and {proposed.microbatches} microbatches: "
                 f"expected {wanted} and {expected.microbatches}"
             )
-        self._check_program(given)
+        self._check_program(proposed)

@@ -36,11 +36,11 @@ def is_due(call: int) -> bool:
     return call < FIRST_CALLS or call % EVERY == 0
 
 
-def numbers_of(given: Mapping[str, Any]) -> dict[str, int]:
+def numbers_of(arguments: Mapping[str, Any]) -> dict[str, int]:
     """Return a checksum for each tensor that a rank was given, by argument name and path. Other values have none."""
     tensors = {
         name + path_text(path): leaf
-        for name, nest in given.items()
+        for name, nest in arguments.items()
         for path, leaf in pytree.tree_flatten_with_path(nest)[0]
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_quantized
     }
@@ -58,38 +58,38 @@ class SameRows:
         self._ranks = ranks
         self._pending: dict[tuple[str, int], dict[int, BatchChecksums]] = {}
 
-    def add(self, given: BatchChecksums) -> None:
+    def add(self, sent: BatchChecksums) -> None:
         """Take a rank's checksums, and compare once all ranks have sent theirs.
 
         Raises:
             BatchError: Several ranks were given different tensors, or go on at different steps of the training. The text names
                 the call, the ranks, and the arguments or steps.
         """
-        key = (given.call, given.number)
+        key = (sent.call, sent.number)
         received = self._pending.setdefault(key, {})
-        received[given.rank] = given
+        received[sent.rank] = sent
         if len(received) == len(self._ranks):
             del self._pending[key]
-            self._compare(given, [received[rank] for rank in sorted(received)])
+            self._compare(sent, [received[rank] for rank in sorted(received)])
         elif len(self._pending) > MOST_PENDING:
             del self._pending[next(iter(self._pending))]
 
     def _compare(self, call: BatchChecksums, received: Sequence[BatchChecksums]) -> None:
-        one, *others = received
-        other = next((rank for rank in others if rank.step != one.step), None)
+        lowest, *others = received
+        other = next((rank for rank in others if rank.step != lowest.step), None)
         if other is not None:
             raise BatchError(
-                f"{call.call} {call.number}: rank {self._ranks[one.rank]} is at step {one.step} of the training, rank "
+                f"{call.call} {call.number}: rank {self._ranks[lowest.rank]} is at step {lowest.step} of the training, rank "
                 f"{self._ranks[other.rank]} at step {other.step}: expected one checkpoint for all ranks, in which each finds "
                 "its own stages as of the same step"
             )
         first: dict[str, BatchChecksums] = {}
         differing: dict[tuple[int, int], list[str]] = {}
-        for given in received:
-            for name, number in given.numbers.items():
-                before = first.setdefault(name, given)
+        for sent in received:
+            for name, number in sent.numbers.items():
+                before = first.setdefault(name, sent)
                 if before.numbers[name] != number:
-                    differing.setdefault((before.rank, given.rank), []).append(name)
+                    differing.setdefault((before.rank, sent.rank), []).append(name)
         if differing:
             parts = [
                 f"rank {self._ranks[rank]} was given other {' and '.join(names)} than rank {self._ranks[before]}"

@@ -235,14 +235,14 @@ def _pairs(numbers: Mapping[str, int]) -> list[list[str | int]]:
 
 
 def _numbers(fields: Fields, name: str) -> dict[str, int]:
-    found: dict[str, int] = {}
+    numbers: dict[str, int] = {}
     for item in fields.items(name):
         match item:
             case [str(tensor), int(number)]:
-                found[tensor] = number
+                numbers[tensor] = number
             case _:
                 raise fields.refuse(name, "a name and a whole number", item)
-    return found
+    return numbers
 
 
 def _list(values: Sequence[Any]) -> list[Any]:
@@ -250,12 +250,12 @@ def _list(values: Sequence[Any]) -> list[Any]:
 
 
 def _seconds(fields: Fields, name: str) -> tuple[float, ...]:
-    found: list[float] = []
+    seconds: list[float] = []
     for item in fields.items(name):
         if not is_finite(item) or item < 0:
             raise fields.refuse(name, "seconds", item)
-        found.append(float(item))
-    return tuple(found)
+        seconds.append(float(item))
+    return tuple(seconds)
 
 
 def _measurements_json(news: Sequence[StepMeasurement]) -> list[object]:
@@ -267,16 +267,16 @@ def _measurements(fields: Fields, name: str) -> tuple[StepMeasurement, ...]:
 
 
 def _votes(fields: Fields, name: str) -> tuple[Vote, ...]:
-    found: list[Vote] = []
+    votes: list[Vote] = []
     for item in fields.items(name):
         match item:
             case [int(version), str(digest), None]:
-                found.append((version, digest, None))
+                votes.append((version, digest, None))
             case [int(version), str(digest), [*ranks]] if all(is_whole(rank) and rank >= 0 for rank in ranks):
-                found.append((version, digest, tuple(ranks)))
+                votes.append((version, digest, tuple(ranks)))
             case _:
                 raise fields.refuse(name, "a version, a digest and ranks or null", item)
-    return tuple(found)
+    return tuple(votes)
 
 
 def _mails_json(mails: Sequence[Mail]) -> list[object]:
@@ -284,11 +284,11 @@ def _mails_json(mails: Sequence[Mail]) -> list[object]:
 
 
 def _mails(fields: Fields, name: str) -> tuple[Mail, ...]:
-    found = tuple(map(_read, fields.objects(name)))
-    for mail in found:
+    mails = tuple(map(_read, fields.objects(name)))
+    for mail in mails:
         if not isinstance(mail, (LogGrew, Proposed, Withdrawn, TellAnew)):
             raise fields.refuse(name, "mail that goes to all ranks", _NAMES[type(mail)])
-    return found
+    return mails
 
 
 _FIELDS: Final[Mapping[str, tuple[Callable[[Any], object], Callable[[Fields, str], object]]]] = {

@@ -123,13 +123,13 @@ def digest_of(program: Program, delegated: Edges = (), rounded: Edges = ()) -> s
 
 
 def _remedy(fields: Fields) -> JobRemedy | None:
-    given = fields.raw("remedy")
+    remedy = fields.raw("remedy")
     names = [one.value for one in JobRemedy]
-    if given is None:
+    if remedy is None:
         return None
-    if given not in names:
-        raise fields.refuse("remedy", f"None or one of {', '.join(names)}", given)
-    return JobRemedy(given)
+    if remedy not in names:
+        raise fields.refuse("remedy", f"None or one of {', '.join(names)}", remedy)
+    return JobRemedy(remedy)
 
 
 def _edges(fields: Fields, name: str) -> Edges:

@@ -311,19 +311,19 @@ class C10dTransport(Transport):
                 self._communicators.wait(work)
                 with self._lock:
                     standing.arrived()
-            found = arrival(landing[:HEADER_BYTES].cpu().numpy().tobytes())
-            if found is not None and found.attempt > pending.attempt:
+            header = arrival(landing[:HEADER_BYTES].cpu().numpy().tobytes())
+            if header is not None and header.attempt > pending.attempt:
                 with contextlib.suppress(Exception):
                     pending.wait()  # fails once this rank begins that attempt too, whose first receive gets the message
                 return
             with self._lock:
                 if pending.attempt < self._guard.attempt:
                     return
-                if found is None or found.attempt == pending.attempt:
+                if header is None or header.attempt == pending.attempt:
                     buffer, second = standing.take(pending.identity, posted.buffer)
                     self._held[pending] = (channel, buffer)
                     break
-                dropped = standing.drop(found)
+                dropped = standing.drop(header)
             self._guard.drop()
             if dropped is not None:
                 self._communicators.wait(dropped.work)

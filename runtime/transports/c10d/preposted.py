@@ -147,7 +147,7 @@ class PrepostedReceives:
         self._spare.append(landing)
         return buffer, second
 
-    def drop(self, found: Arrival) -> Dropped | None:
+    def drop(self, header: Arrival) -> Dropped | None:
         """Drop the message that the oldest receive got, and post another one.
 
         Returns:
@@ -156,15 +156,15 @@ class PrepostedReceives:
         _, landing = self._pop(self._firsts, FIRST_TAG)
         self._spare.append(landing)
         self._post_first()
-        if found.size <= INLINE_BYTES:
+        if header.size <= INLINE_BYTES:
             return None
-        if not self._seconds[found.tag]:
-            memory = torch.empty(found.size, dtype=torch.uint8, device=self._device)
-            return Dropped(self._post(memory, found.tag), memory, lambda: None)
+        if not self._seconds[header.tag]:
+            memory = torch.empty(header.size, dtype=torch.uint8, device=self._device)
+            return Dropped(self._post(memory, header.tag), memory, lambda: None)
         # It is posted again once it has completed, so it still counts as posted.
-        second, buffer = self._seconds[found.tag].popleft()
+        second, buffer = self._seconds[header.tag].popleft()
         assert buffer.rest is not None, "a message of two parts"
-        return Dropped(second, buffer.rest, lambda: self._post_into(found.tag, buffer))
+        return Dropped(second, buffer.rest, lambda: self._post_into(header.tag, buffer))
 
     def begin(self) -> None:
         """Begin another attempt: nothing is asked for."""

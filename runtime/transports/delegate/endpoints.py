@@ -56,13 +56,13 @@ def share_secret(store: Store, rank: int) -> bytes:
         LaunchError: This rank was given a secret and rank 0 not, or the other way round.
         ControlError: The value in the store is malformed.
     """
-    given = given_secret()
+    secret = given_secret()
     if rank == 0:
-        store.set("secret", encode({"given": given is not None, "value": secrets.token_hex(SECRET_BYTES)}))
+        store.set("secret", encode({"given": secret is not None, "value": secrets.token_hex(SECRET_BYTES)}))
     fields = decode(store.get("secret"), "the job's secret")
     is_given, text = fields.flag("given"), fields.text("value", 2 * SECRET_BYTES)
     fields.end()
-    if is_given != (given is not None):
+    if is_given != (secret is not None):
         who, other = ("rank 0", f"rank {rank}") if is_given else (f"rank {rank}", "rank 0")
         raise LaunchError(
             f"{who} was given a secret ({VARIABLE}), {other} was not: expected the same one on all ranks, or none"
@@ -73,7 +73,7 @@ def share_secret(store: Store, rank: int) -> bytes:
         raise ControlError(f"the job's secret: expected {SECRET_BYTES} bytes in hexadecimal: {error}") from None
     if len(value) != SECRET_BYTES:
         raise ControlError(f"the job's secret: expected {SECRET_BYTES} bytes, got {len(value)}")
-    return value if given is None else derive(given, "data links", value)
+    return value if secret is None else derive(secret, "data links", value)
 
 
 def share_session(store: Store, rank: int) -> bytes:
@@ -95,14 +95,14 @@ def share_endpoints(store: Store, rank: int, world_size: int, mine: Sequence[End
     """
     paths = [{"wire": endpoint.wire, "host": endpoint.host, "port": endpoint.port} for endpoint in mine]
     store.set(f"endpoints/{rank}", encode({"paths": paths}))
-    found = [_read(store.get(f"endpoints/{other}"), other) for other in range(world_size)]
-    for other, theirs in enumerate(found):
+    endpoints = [_read(store.get(f"endpoints/{other}"), other) for other in range(world_size)]
+    for other, theirs in enumerate(endpoints):
         if [endpoint.wire for endpoint in theirs] != [endpoint.wire for endpoint in mine]:
             raise LaunchError(
                 f"rank {rank} has paths over {_describe(mine)}, rank {other} over {_describe(theirs)}: expected as many of the "
                 "same kinds, since the paths of an edge join them in order"
             )
-    return found
+    return endpoints
 
 
 def _read(payload: bytes, rank: int) -> list[Endpoint]:

@@ -150,13 +150,13 @@ def refuse_sum(loss: Callable[..., Any], compiled: CompiledStages, targets: Any,
     taken = max(1, min(rows, MOST_ELEMENTS * rows // max(1, largest)))
     try:
         outputs = [_made_up(one, taken, rows, random).to(device) for one in compiled.eval[-1].outputs]
-        given: Any = pytree.tree_map_only(Tensor, lambda one: _first(one.to(device), taken, rows), targets)
+        first_targets: Any = pytree.tree_map_only(Tensor, lambda one: _first(one.to(device), taken, rows), targets)
         with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             called = copy.deepcopy(loss).to(device) if isinstance(loss, nn.Module) else loss
             once, twice, four = (
                 called(
                     compiled.outputs.unflatten([_copies(one, count) for one in outputs]),
-                    closed(pytree.tree_map_only(Tensor, lambda one, count=count: _copies(one, count), given)),
+                    closed(pytree.tree_map_only(Tensor, lambda one, count=count: _copies(one, count), first_targets)),
                 )
                 for count in (1, 2, 4)
             )
@@ -205,17 +205,17 @@ def unequal_weights(
     return f"reduction='mean': {found}, {UNEQUAL}"
 
 
-def refuse_number_of_items(given: Mapping[str, Any], reduction: Reduction) -> None:
+def refuse_number_of_items(arguments: Mapping[str, Any], reduction: Reduction) -> None:
     """Refuse the number of labels in a batch, by which models of transformers divide, if the result would be wrong.
 
     Args:
-        given: The model's keyword arguments.
+        arguments: The model's keyword arguments.
         reduction: The reduction of the losses of microbatches.
 
     Raises:
         BatchError: It is a constant, or losses that are divided by it would be averaged.
     """
-    number = given.get(NUMBER_OF_ITEMS)
+    number = arguments.get(NUMBER_OF_ITEMS)
     if number is None:
         return
     is_scalar = isinstance(number, Tensor) and number.dim() == 0

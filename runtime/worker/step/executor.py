@@ -171,10 +171,10 @@ class Executor:
                     self._messages.send(op, tuple(now.inputs[microbatch]))
             case Kind.SEND_TARGET:
                 with named(op):
-                    given = now.targets[microbatch]
-                    device = given[0].device if given else None  # kernels pack what lies together
+                    targets = now.targets[microbatch]
+                    device = targets[0].device if targets else None  # kernels pack what lies together
                     asks = torch.full((1,), now.asks, dtype=torch.uint8, device=device)
-                    self._messages.send(op, (*given, asks))
+                    self._messages.send(op, (*targets, asks))
             case Kind.RECV_F | Kind.RECV_B | Kind.RECV_W | Kind.RECV_INPUT | Kind.RECV_TARGET:
                 self._messages.post(op)
             case Kind.RECV_RESULT | Kind.RECV_SUM | Kind.RECV_BUFFERS:
@@ -183,14 +183,14 @@ class Executor:
                 pass  # the worker adds up gradients when its order has ended, and the user's optimizer makes the update
 
     def _forward(self, op: Op, now: _Step) -> None:
-        given = self._inputs_of(op, now) if op.stage == 0 else self._take(op, -1, now)
+        inputs = self._inputs_of(op, now) if op.stage == 0 else self._take(op, -1, now)
         wanted = self._targets_of(op, now) if op.stage == self._last else ()
         buffers = self._messages.take_if_sent(Kind.RECV_BUFFERS, op)
         if buffers is not None:
             self._stages[op.replica, op.stage].take_over_buffers(buffers)
         started = time.monotonic(), self._mark()
         with named(op):
-            outputs = self._stages[op.replica, op.stage].forward(now.number, op.microbatch, given, wanted)
+            outputs = self._stages[op.replica, op.stage].forward(now.number, op.microbatch, inputs, wanted)
         self._finish(op, now.number, started)
         if op.stage == self._last and op.replica == self._home:
             self._found(now, op.microbatch, outputs)

@@ -47,11 +47,11 @@ class ForeignStages:
         """
         if program.is_one_pipeline:
             return {(0, number): stage for number, stage in home.items()}
-        found = {(self._context.replica, number): stage for number, stage in home.items()}
+        stages = {(self._context.replica, number): stage for number, stage in home.items()}
         for op in program.orders[self._context.worker]:
-            if op.kind.is_compute and (op.replica, op.stage) not in found:
-                found[op.replica, op.stage] = self._stage(program.routing, op.replica, op.stage)
-        return found
+            if op.kind.is_compute and (op.replica, op.stage) not in stages:
+                stages[op.replica, op.stage] = self._stage(program.routing, op.replica, op.stage)
+        return stages
 
     def away_from_home(self, program: Program) -> AwayFromHome | None:
         """Return which microbatches of this replica others compute on stages that share parameters; None if there are none."""

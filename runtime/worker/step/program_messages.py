@@ -255,10 +255,10 @@ class ProgramMessages:
             if op.kind in SENT_BY:
                 source, specs = self._buffer_of(op)
                 channels.setdefault((source, layout_of(specs)), set()).add(self._channel_of(op)[1])
-        found = {receive: self._buffer_of(receive) for receive, count in self._preposted_after.items() if count}
+        buffers = {receive: self._buffer_of(receive) for receive, count in self._preposted_after.items() if count}
         return {
             self._channel_of(receive): (key, self._preposted_after[receive])
-            for receive, key in found.items()
+            for receive, key in buffers.items()
             if len(channels[key[0], layout_of(key[1])]) > 1
         }
 

@@ -78,9 +78,9 @@ class RankPrograms:
         self._shapes = {FIRST: parts.first}
         self._running: _Runnable | None = None
         self.buffers.grow({})  # after a change of roles, gradients may be read before the first step
-        made = self._made_for(initial, FIRST)
-        verify(made.executor.program, changing=self._changing)
-        self._prepared = {(initial.version, FIRST): made}
+        runnable = self._made_for(initial, FIRST)
+        verify(runnable.executor.program, changing=self._changing)
+        self._prepared = {(initial.version, FIRST): runnable}
 
     def prepare(self, plan: Plan) -> None:
         """Check and lower a proposed plan before the step that switches to it; runs beside training.
@@ -104,9 +104,9 @@ class RankPrograms:
         self._shapes[number] = shape
         if not shape.shape.trains:
             return
-        made = self._made_for(self.plan, number)
-        verify(made.executor.program, changing=self._changing)
-        self._prepared[self.plan.version, number] = made
+        runnable = self._made_for(self.plan, number)
+        verify(runnable.executor.program, changing=self._changing)
+        self._prepared[self.plan.version, number] = runnable
 
     def drop_shape(self, number: int) -> None:
         """Remove a shape with its programs and receive buffers."""
@@ -135,17 +135,17 @@ class RankPrograms:
         running, number = self._running, _HOME if at_home and number == FIRST else number
         if running is not None and (running.version, running.number) == (plan.version, number):
             return running.executor
-        made = self._prepared.get((plan.version, number)) or self._made_for(plan, number)
-        leaves = running is not None and running.program.is_one_pipeline != made.program.is_one_pipeline
+        runnable = self._prepared.get((plan.version, number)) or self._made_for(plan, number)
+        leaves = running is not None and running.program.is_one_pipeline != runnable.program.is_one_pipeline
         if running is None or leaves or plan.version != self.plan.version:
-            self._context.transport.use_lanes(step, made.executor.program)
-        self._prepared[plan.version, number] = self._running = made
-        if not made.is_reserved:
-            self._reserve(made.executor, number)
-            made.is_reserved = True
+            self._context.transport.use_lanes(step, runnable.executor.program)
+        self._prepared[plan.version, number] = self._running = runnable
+        if not runnable.is_reserved:
+            self._reserve(runnable.executor, number)
+            runnable.is_reserved = True
         self.plan = plan
         self._forget(lambda version, _: version < plan.version)
-        return made.executor
+        return runnable.executor
 
     @property
     def program(self) -> Program:

@@ -90,12 +90,12 @@ class StepShape:
 
     def messages(self, of: Callable[[CompiledStages], list[MessageShapes]]) -> list[MessageShapes]:
         """Return the messages of every stage. ``of`` returns those of microbatches of one size."""
-        found = of(self.larger)
+        larger = of(self.larger)
         if self.smaller is None:
-            return found
+            return larger
         return [
             MessageShapes(one.forward, one.backward, one.weights, one.buffers, self.count, (other.forward, other.backward))
-            for one, other in zip(found, of(self.smaller), strict=True)
+            for one, other in zip(larger, of(self.smaller), strict=True)
         ]
 
 

@@ -68,14 +68,14 @@ class StageFactory:
 
     def of_shape(self, shape: StepShape) -> RankShape:
         """Return what of this rank depends on a shape of batch."""
-        made: dict[int, Stage] = {}
+        stages: dict[int, Stage] = {}
         for number in self.own if shape.trains else ():
             larger = self._home(number, shape, shape.larger, 0)
-            made[number] = larger
+            stages[number] = larger
             if shape.smaller is not None and shape.count is not None:
                 rest = self._home(number, shape, shape.smaller, -1)
-                made[number] = UnevenStage(larger, rest, shape.count)
-        return RankShape(shape, made, self._losses_of(shape), self._sizes_of(shape))
+                stages[number] = UnevenStage(larger, rest, shape.count)
+        return RankShape(shape, stages, self._losses_of(shape), self._sizes_of(shape))
 
     def foreign(self, replica: int, number: int, gradients: Gradients) -> TrainingStage:
         """Return a stage that computes microbatches of another replica, with buffers of its own if it changes any.

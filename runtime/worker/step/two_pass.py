@@ -129,12 +129,12 @@ class TwoPassStep:
         self._gradients.begin_step(kept.step)
         self._stage.begin_backward(kept.saved, tangents)
         self._backward.run(kept.step, (), ())
-        found = self._input_gradients.end_step(self._timeout)
+        input_gradients = self._input_gradients.end_step(self._timeout)
         self._gradients.end_step()  # afterwards, as sums of shared parameters follow on the same channels
         names, parameters = [*self._sums.parameters], [*self._sums.parameters.values()]
         self._replicas.combine_gradients(parameters, lambda number: self._sums.total(names[number]))
         self._sums.fill()
-        return found
+        return input_gradients
 
 
 def _counts(executor: Executor, results: Broadcast) -> Counter[tuple[int, MessageSpec]]:
