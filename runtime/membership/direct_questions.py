@@ -24,7 +24,7 @@ _OPEN_SECONDS: Final = 3.0
 _MOST_OPEN: Final = 128
 """Questions under way at the same time, because each takes a descriptor."""
 _TRIES: Final = 3
-"""Questions to a rank at the start."""
+"""Questions to a rank at the start, as far apart as those to a silent one: what one of them finds may pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +152,9 @@ class DirectQuestions:
     def _due(self, silent: Collection[int]) -> Iterator[_Peer]:
         """Yield the ranks to be asked now: the silent ones first, then those whom none has reached."""
         now = self._now()
-        for rank in silent:
-            peer = self._peers.get(rank)
-            if peer is not None and now - peer.asked_at >= AGAIN_SECONDS:
-                yield peer
-        for rank, peer in self._peers.items():
+        rested = {rank: peer for rank, peer in self._peers.items() if now - peer.asked_at >= AGAIN_SECONDS}
+        yield from (rested[rank] for rank in silent if rank in rested)
+        for rank, peer in rested.items():
             if rank not in silent and not peer.is_reachable and peer.left and not peer.questions:
                 peer.left -= 1
                 yield peer

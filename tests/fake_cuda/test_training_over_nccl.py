@@ -141,7 +141,7 @@ def train_until_an_edge_has_moved(rank: int) -> dict[str, Any]:
     loss = nn.functional.cross_entropy
     options = adaptra.Options(
         schedule="1f1b",
-        faults=["delay 1-2 80ms @16"],
+        faults=["delay 1-2 300ms @16"],
         emulate=adaptra.EmulatedDevice(0.004, 0.004, 0.004),
         delegate=True,
     )

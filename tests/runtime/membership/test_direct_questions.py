@@ -60,6 +60,10 @@ def listening() -> tuple[_C.LivenessListener, Announcement]:
     return made, announce(HERE, made.port, token)
 
 
+def refuse_descriptor(*_: object) -> None:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
 class PollDescriptor(ctypes.Structure):
     _fields_ = (("descriptor", ctypes.c_int), ("events", ctypes.c_short), ("found", ctypes.c_short))
 
@@ -145,16 +149,24 @@ def test_a_process_without_descriptors_blames_nobody(desk: Desk, monkeypatch: py
     listener, announced = listening()
     desk.questions.know(1, announced)
     desk.step_until(lambda: desk.questions.sign(1).answered_at > 0, silent=(1,))
-
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EMFILE, "Too many open files")
-
-    monkeypatch.setattr(socket, "socket", refuse)
+    monkeypatch.setattr(socket, "socket", refuse_descriptor)
     for _ in range(8):
         desk.questions.step((1,))
         desk.now += AGAIN_SECONDS
     assert desk.questions.sign(1).unanswered == 0
     monkeypatch.undo()
+    listener.close()
+
+
+def test_what_lasts_less_than_the_questions_at_the_start_hides_no_rank(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    listener, announced = listening()
+    desk.questions.know(2, announced)
+    with monkeypatch.context() as patched:
+        patched.setattr(socket, "socket", refuse_descriptor)
+        for _ in range(20):
+            desk.questions.step(())
+    desk.now += AGAIN_SECONDS
+    desk.step_until(lambda: desk.questions.sign(2).is_reachable)
     listener.close()
 
 
