@@ -43,10 +43,14 @@ def why_not(device: torch.device) -> str | None:
         return f"triton can't compile or run a kernel here: {type(error).__name__}: {error}"
 
 
-def is_worthwhile(tensors: Sequence[Tensor], specs: MessageSpec) -> bool:
-    """Return True if packing saves time. A single contiguous tensor that is not rounded is flat already."""
-    return len(tensors) > 1 or any(
-        spec.lossy_bf16 or not tensor.is_contiguous() for tensor, spec in zip(tensors, specs, strict=True)
+def is_worthwhile(tensors: Sequence[Tensor], specs: MessageSpec, device: torch.device) -> bool:
+    """Return True if tensors can be packed on ``device``, and packing saves time.
+
+    A single contiguous tensor that is not rounded is flat already.
+    """
+    return all(tensor.device == device for tensor in tensors) and (
+        len(tensors) > 1
+        or any(spec.lossy_bf16 or not tensor.is_contiguous() for tensor, spec in zip(tensors, specs, strict=True))
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from adaptra.runtime.devices.events import recorded
+
 
 class ReadLater:
     """A tensor's values, on their way to the host.
@@ -19,8 +21,7 @@ class ReadLater:
         if tensor.is_cuda:
             self._values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
             self._values.copy_(tensor, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(tensor.device))
+            self._copied = recorded(torch.cuda.current_stream(tensor.device))
 
     @property
     def is_there(self) -> bool:

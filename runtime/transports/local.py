@@ -15,8 +15,8 @@ from torch import Tensor, distributed
 from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program.transport_contract import Contract
-from adaptra.runtime.transports.base import Identity, Pending, Transport, check_tensors, describe_layout, layout_of, now
-from adaptra.runtime.transports.pending import Completion, PendingOperations
+from adaptra.runtime.transports.base import Identity, Pending, check_tensors, describe_layout, layout_of, now
+from adaptra.runtime.transports.pending import Completion, GuardedTransport, PendingOperations
 from adaptra.runtime.transports.pool import Pool
 from adaptra.runtime.world.world import Attempt
 
@@ -116,7 +116,7 @@ class LocalHub:
             transport.arrive(pending, message)
 
 
-class LocalTransport(Transport):
+class LocalTransport(GuardedTransport):
     """One thread's end of a :class:`LocalHub`."""
 
     def __init__(self, hub: LocalHub, rank: int) -> None:
@@ -151,11 +151,6 @@ class LocalTransport(Transport):
         self._hub.expect(source_rank, self, pending)
         return pending
 
-    @property
-    def attempt(self) -> Attempt:
-        """See :meth:`Transport.attempt`."""
-        return self._guard.attempt
-
     def begin(self, attempt: Attempt) -> None:
         """See :meth:`Transport.begin`."""
         self._guard.begin(attempt)
@@ -186,10 +181,6 @@ class LocalTransport(Transport):
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
         """See :meth:`Transport.reserve`."""
         self._pool.reserve(counts)
-
-    def waiting_for(self, rank: int) -> Identity | None:
-        """See :meth:`Transport.waiting_for`."""
-        return self._guard.waiting_for(rank)
 
     def abort(self, error: Exception) -> None:
         """See :meth:`Transport.abort`."""

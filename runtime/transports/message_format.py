@@ -58,7 +58,7 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _shared_memory(size: int, *, is_pinned: bool) -> tuple[memoryview, Tensor]:
+def shared_memory(size: int, *, is_pinned: bool) -> tuple[memoryview, Tensor]:
     """Allocate aligned host memory, and return it as bytes and as a uint8 tensor."""
     if is_pinned:
         pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -171,6 +171,13 @@ def views_of(flat: Tensor, specs: MessageSpec) -> list[Tensor]:
     return views
 
 
+def copy_into(views: Sequence[Tensor], tensors: Sequence[Tensor], *, non_blocking: bool = False) -> None:
+    """Copy tensors into a message, whose views of them are given."""
+    with torch.no_grad():
+        for view, tensor in zip(views, tensors, strict=True):
+            view.copy_(tensor, non_blocking=non_blocking)
+
+
 class MessageBuffer:
     """The memory of one message of given specs, with the views of its tensors.
 
@@ -190,7 +197,7 @@ class MessageBuffer:
     def __init__(self, specs: MessageSpec, device: torch.device, *, is_pinned: bool = False) -> None:
         self.specs = specs
         self._rule = Header(specs)
-        self._header, self._header_tensor = _shared_memory(HEADER_BYTES + INLINE_BYTES, is_pinned=is_pinned)
+        self._header, self._header_tensor = shared_memory(HEADER_BYTES + INLINE_BYTES, is_pinned=is_pinned)
         is_host = device.type == "cpu"
         self.first = self._header_tensor if is_host else torch.empty_like(self._header_tensor, device=device)
         total = flat_bytes(specs)
@@ -206,9 +213,7 @@ class MessageBuffer:
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Copy a message's tensors into the buffer."""
-        with torch.no_grad():
-            for view, tensor in zip(self.views, tensors, strict=True):
-                view.copy_(tensor)
+        copy_into(self.views, tensors)
 
     def seal(self, identity: Identity, attempt: Attempt, sent_at: float | None) -> None:
         """Write the header of the message whose tensors are in the buffer; it is sent now if ``sent_at`` is None."""

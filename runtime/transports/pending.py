@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from adaptra.errors import PeerLostError, TransportError
-from adaptra.runtime.transports.base import Identity, Pending
+from adaptra.runtime.transports.base import Identity, Pending, Transport, now
 from adaptra.runtime.world.world import Attempt
 
 
@@ -165,10 +166,14 @@ class PendingOperations:
             waiting = (pending for pending, source in self._pending.items() if source == rank and not pending.done)
             return next((pending.identity for pending in waiting), None)
 
-    def sends(self) -> list[Completion]:
-        """Return the sends that are under way."""
+    def finish_sends(self, seconds: float) -> None:
+        """Wait for the sends that are under way, until one fails or the time is over."""
+        deadline = now() + seconds
         with self._lock:
-            return [pending for pending, source in self._pending.items() if source is None]
+            sends = [pending for pending, source in self._pending.items() if source is None]
+        with contextlib.suppress(Exception):
+            for pending in sends:
+                pending.wait(max(0.0, deadline - now()))
 
     def has_pending(self) -> bool:
         """Return True if an operation was posted and not settled."""
@@ -189,6 +194,21 @@ class PendingOperations:
         for each in pending:
             each.fail(error)
         return True
+
+
+class GuardedTransport(Transport):
+    """A transport whose operations a :class:`PendingOperations` keeps."""
+
+    _guard: PendingOperations
+
+    @property
+    def attempt(self) -> Attempt:
+        """See :meth:`Transport.attempt`."""
+        return self._guard.attempt
+
+    def waiting_for(self, rank: int) -> Identity | None:
+        """See :meth:`Transport.waiting_for`."""
+        return self._guard.waiting_for(rank)
 
 
 def peer_lost(rank: int, identity: Identity, text: str) -> PeerLostError:

@@ -33,7 +33,6 @@ from adaptra.runtime.transports.base import (
     Identity,
     MessageLayout,
     Pending,
-    Transport,
     check_tensors,
     layout_of,
     now,
@@ -42,7 +41,7 @@ from adaptra.runtime.transports.c10d.communicators import Communicators
 from adaptra.runtime.transports.c10d.device_copies import DeviceCopies
 from adaptra.runtime.transports.c10d.preposted import FIRST_TAG, PrepostedReceives
 from adaptra.runtime.transports.message_format import HEADER_BYTES, MessageBuffer, arrival
-from adaptra.runtime.transports.pending import Completion, PendingOperations, peer_lost
+from adaptra.runtime.transports.pending import Completion, GuardedTransport, PendingOperations, peer_lost
 from adaptra.runtime.transports.pool import Pool
 from adaptra.runtime.transports.process_groups import Members
 from adaptra.runtime.world.world import Attempt
@@ -76,7 +75,7 @@ class _Posted(NamedTuple):
     asked_at: float = -math.inf
 
 
-class C10dTransport(Transport):
+class C10dTransport(GuardedTransport):
     """One rank's end of torch.distributed.
 
     All members create it at the same time; creating it makes communicators and compares clocks.
@@ -177,11 +176,6 @@ class C10dTransport(Transport):
         """See :meth:`Transport.reserve`."""
         self._pool.reserve(counts)
 
-    @property
-    def attempt(self) -> Attempt:
-        """See :meth:`Transport.attempt`."""
-        return self._guard.attempt
-
     def begin(self, attempt: Attempt) -> None:
         """See :meth:`Transport.begin`."""
         with self._lock:
@@ -207,10 +201,6 @@ class C10dTransport(Transport):
         """See :meth:`Transport.clock_of`."""
         return self.clock_offsets[rank].ahead
 
-    def waiting_for(self, rank: int) -> Identity | None:
-        """See :meth:`Transport.waiting_for`."""
-        return self._guard.waiting_for(rank)
-
     def abort(self, error: Exception) -> None:
         """See :meth:`Transport.abort`. Also closes the connections, so the ranks at their other ends notice."""
         self._guard.end(error)
@@ -221,10 +211,7 @@ class C10dTransport(Transport):
         if self._is_closed:
             return
         self._is_closed = True
-        deadline = now() + _CLOSE_SECONDS
-        with contextlib.suppress(Exception):
-            for pending in self._guard.sends():
-                pending.wait(max(0.0, deadline - now()))
+        self._guard.finish_sends(_CLOSE_SECONDS)
         # Messages of an earlier attempt may still be under way.
         unfinished = self._guard.has_pending() or self._guard.attempt.number > 0
         is_whole = self._guard.end(TransportError(f"the transport of rank {self.rank} is closed"))

@@ -57,14 +57,12 @@ class DeviceCopies:
             buffer.fill(tensors)
             start()
             return
-        if (copied := self._staging.to_host(buffer, tensors)) is None:
-            buffer.fill(tensors)
 
         def start_later() -> None:
             with contextlib.suppress(Exception):  # the message's operation has failed by it
                 start()
 
-        self._staging.after_send(copied, start_later)
+        self._staging.after_send(self._staging.to_host(buffer, tensors), start_later)
 
     def tensors_of(self, pending: Completion, buffer: MessageBuffer) -> tuple[Tensor, ...]:
         """Return the tensors of a message that arrived, where they are wanted."""

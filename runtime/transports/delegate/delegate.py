@@ -7,13 +7,11 @@ waits only for the message that it needs. The engine fails over between paths by
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from adaptra import _C
@@ -25,7 +23,6 @@ from adaptra.runtime.transports.base import (
     Identity,
     PathCounts,
     Pending,
-    Transport,
     check_tensors,
     now,
 )
@@ -33,8 +30,8 @@ from adaptra.runtime.transports.delegate.engine import StartedEngine
 from adaptra.runtime.transports.delegate.engine_memory import EngineMessage, EngineMessages
 from adaptra.runtime.transports.delegate.engine_pending import EnginePending
 from adaptra.runtime.transports.delegate.rejected import RejectedConnections
-from adaptra.runtime.transports.message_format import HEADER_BYTES, Header, flat_bytes
-from adaptra.runtime.transports.pending import PendingOperations, peer_lost
+from adaptra.runtime.transports.message_format import HEADER_BYTES, Header, copy_into, flat_bytes
+from adaptra.runtime.transports.pending import GuardedTransport, PendingOperations, peer_lost
 from adaptra.runtime.transports.pool import Pool
 from adaptra.runtime.transports.staging.room import Room
 from adaptra.runtime.world.world import Attempt
@@ -46,7 +43,7 @@ _CLOSE_SECONDS: Final = 5.0
 _LINGER_SECONDS: Final = 0.5
 
 
-class DelegateTransport(Transport):
+class DelegateTransport(GuardedTransport):
     """One rank's end of the delegate, see :func:`.join.join`.
 
     Args:
@@ -129,11 +126,6 @@ class DelegateTransport(Transport):
         for (rank, size), count in sizes.items():
             self._engine.reserve(rank, size, count)
 
-    @property
-    def attempt(self) -> Attempt:
-        """See :meth:`Transport.attempt`."""
-        return self._guard.attempt
-
     def begin(self, attempt: Attempt) -> None:
         """See :meth:`Transport.begin`."""
         with self._lock:
@@ -153,10 +145,6 @@ class DelegateTransport(Transport):
         """See :meth:`Transport.clock_of`."""
         return self.clock_offsets[rank].ahead
 
-    def waiting_for(self, rank: int) -> Identity | None:
-        """See :meth:`Transport.waiting_for`."""
-        return self._guard.waiting_for(rank)
-
     def abort(self, error: Exception) -> None:
         """See :meth:`Transport.abort`. Also ends the connections, so the ranks at their other ends notice."""
         self._guard.end(error)
@@ -168,10 +156,7 @@ class DelegateTransport(Transport):
             if self._is_closed:
                 return
             self._is_closed = True
-        deadline = now() + _CLOSE_SECONDS
-        with contextlib.suppress(Exception):
-            for pending in self._guard.sends():
-                pending.wait(max(0.0, deadline - now()))
+        self._guard.finish_sends(_CLOSE_SECONDS)
         reason = TransportError(f"the transport of rank {self.rank} is closed")
         self._guard.end(reason)
         self._engine.close(str(reason), _LINGER_SECONDS)
@@ -242,9 +227,7 @@ class DelegateTransport(Transport):
     def _fill(self, message: EngineMessage, tensors: Sequence[Tensor], start: Callable[[float], None]) -> None:
         """Copy the tensors of a message into its memory, then ``start`` it with the time at which they were there."""
         there_at = now()
-        with torch.no_grad():
-            for view, tensor in zip(message.views, tensors, strict=True):
-                view.copy_(tensor)
+        copy_into(message.views, tensors)
         start(there_at)
 
     def _expect(self, pending: EnginePending, source_rank: int) -> None:

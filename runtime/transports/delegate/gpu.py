@@ -78,10 +78,7 @@ class GpuDelegateTransport(DelegateTransport):
 
     def _fill(self, message: EngineMessage, tensors: Sequence[Tensor], start: Callable[[float], None]) -> None:
         # The host has queued the op that makes the tensors. They are there once the device has run it and copied them.
-        copied = self._staging.to_host(message, tensors)
-        if copied is None:
-            super()._fill(message, tensors, lambda _: None)
-        self._staging.after_send(copied, lambda: start(now()))
+        self._staging.after_send(self._staging.to_host(message, tensors), lambda: start(now()))
 
     def _expect(self, pending: EnginePending, source_rank: int) -> None:
         if not isinstance(pending, _ReceiveToGpu):

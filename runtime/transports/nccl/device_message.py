@@ -10,7 +10,7 @@ from torch import Tensor
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.runtime.devices import pack
 from adaptra.runtime.transports.base import Identity
-from adaptra.runtime.transports.message_format import HEADER_BYTES, Header, flat_bytes, views_of
+from adaptra.runtime.transports.message_format import HEADER_BYTES, Header, copy_into, flat_bytes, shared_memory, views_of
 from adaptra.runtime.world.world import Attempt
 
 
@@ -32,20 +32,16 @@ class DeviceMessage:
         self.memory = torch.empty(HEADER_BYTES + flat_bytes(specs), dtype=torch.uint8, device=device)
         self.free_from: torch.cuda.Event | None = None
         self._rule = Header(specs)
-        self._header = torch.empty(HEADER_BYTES, dtype=torch.uint8, pin_memory=True)
-        self._bytes: memoryview = self._header.numpy().data
+        self._bytes, self._header = shared_memory(HEADER_BYTES, is_pinned=True)
         self._flat = self.memory[HEADER_BYTES:]
         self._views = views_of(self._flat, specs)
 
     def fill(self, tensors: Sequence[Tensor], *, packs: bool) -> None:
         """Copy the tensors into the message, by one kernel if ``packs`` and where that is worth it."""
-        device = self.memory.device
-        with torch.no_grad():
-            if packs and pack.is_worthwhile(tensors, self.specs) and all(tensor.device == device for tensor in tensors):
-                pack.pack(self._flat, tensors, self.specs)
-            else:
-                for view, tensor in zip(self._views, tensors, strict=True):
-                    view.copy_(tensor, non_blocking=True)
+        if packs and pack.is_worthwhile(tensors, self.specs, self.memory.device):
+            pack.pack(self._flat, tensors, self.specs)
+        else:
+            copy_into(self._views, tensors, non_blocking=True)
 
     def write_header(self, identity: Identity, attempt: Attempt, sent_at: float) -> None:
         """Write the header of a message that is sent at a time, seconds."""

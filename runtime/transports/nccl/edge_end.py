@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
@@ -18,29 +19,12 @@ from torch.distributed import Work
 
 from adaptra.errors import TransportError
 from adaptra.graph.ops.specs import MessageSpec
-from adaptra.runtime.transports.base import Identity, MessageLayout, layout_of, now
+from adaptra.runtime.devices.events import recorded
+from adaptra.runtime.transports.base import MessageLayout, layout_of, now
 from adaptra.runtime.transports.nccl.communicator import Communicator, failure_of
 from adaptra.runtime.transports.nccl.device_message import DeviceMessage
 from adaptra.runtime.transports.nccl.edges import Edge
 from adaptra.runtime.transports.pending import Completion
-
-
-class DeviceCompletion(Completion):
-    """A message whose tensors a stream may use once ``there`` has passed."""
-
-    def __init__(self, identity: Identity) -> None:
-        super().__init__(identity)
-        self.there: torch.cuda.Event | None = None
-
-    def wait(self, timeout: float | None = None) -> tuple[Tensor, ...]:
-        """See :meth:`.base.Pending.wait`. The present stream waits for the tensors, and the host waits for the message only."""
-        tensors = super().wait(timeout)
-        if self.there is not None and tensors:
-            current = torch.cuda.current_stream(tensors[0].device)
-            current.wait_event(self.there)
-            for tensor in tensors:
-                tensor.record_stream(current)
-        return tensors
 
 
 class EdgeMessage(NamedTuple):
@@ -53,7 +37,7 @@ class EdgeMessage(NamedTuple):
         posted_at: The time of the hand-over if that was before, else None; or the time at which a receive was asked for.
     """
 
-    pending: DeviceCompletion
+    pending: Completion
     message: DeviceMessage
     filled: torch.cuda.Event | None
     posted_at: float | None
@@ -113,7 +97,7 @@ class EdgeEnd:
         with torch.cuda.stream(self.stream):
             return DeviceMessage(specs, self._device)
 
-    def send(self, pending: DeviceCompletion, tensors: Sequence[Tensor], posted_at: float | None) -> None:
+    def send(self, pending: Completion, tensors: Sequence[Tensor], posted_at: float | None) -> None:
         """Have the edge's stream copy tensors into a message once the present stream has made them, and hand that over."""
         specs = pending.identity.specs
         unused = self._unused.setdefault(layout_of(specs), [])
@@ -224,12 +208,17 @@ class EdgeEnd:
         sent_at = message.check(pending.identity) - self._ahead
         with torch.cuda.stream(self.stream):
             tensors = message.tensors()
-        pending.there = self._recorded() if message.is_rounded else ended
+        pending.use = partial(_hand_over, tensors, self._recorded() if message.is_rounded else ended, self._device)
         assert asked_at is not None, "a receive is asked for at a time"
         pending.complete(tensors, sent_at, arrived_at, asked_at=asked_at)
 
     def _recorded(self) -> torch.cuda.Event:
-        # A thread that waits for the event sleeps meanwhile.
-        event = torch.cuda.Event(blocking=True)
-        event.record(self.stream)
-        return event
+        return recorded(self.stream, sleeps=True)
+
+
+def _hand_over(tensors: Sequence[Tensor], there: torch.cuda.Event, device: torch.device) -> None:
+    """Let the present stream use received tensors as soon as they are there, without blocking the host."""
+    current = torch.cuda.current_stream(device)
+    current.wait_event(there)
+    for tensor in tensors:
+        tensor.record_stream(current)

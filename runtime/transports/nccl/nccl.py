@@ -12,7 +12,6 @@ A communicator can't tell messages of two attempts apart, so each attempt has co
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +26,13 @@ from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program.transport_contract import Contract
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.devices import pack
+from adaptra.runtime.devices.events import recorded
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport, check_tensors, now
 from adaptra.runtime.transports.nccl.device_message import DeviceMessage
-from adaptra.runtime.transports.nccl.edge_end import DeviceCompletion, EdgeEnd, EdgeMessage
+from adaptra.runtime.transports.nccl.edge_end import EdgeEnd, EdgeMessage
 from adaptra.runtime.transports.nccl.edges import Edge
 from adaptra.runtime.transports.nccl.rank_edges import RankEdges
-from adaptra.runtime.transports.pending import PendingOperations, peer_lost
+from adaptra.runtime.transports.pending import GuardedTransport, PendingOperations, peer_lost
 from adaptra.runtime.transports.pool import Pool
 from adaptra.runtime.transports.process_groups import Members
 from adaptra.runtime.world.world import Attempt
@@ -53,7 +53,7 @@ class _Slot:
         self.message: DeviceMessage | None = None
 
 
-class NcclTransport(Transport):
+class NcclTransport(GuardedTransport):
     """One rank's end of all its edges. All members create it at the same time, and all communicators are made then.
 
     Args:
@@ -109,7 +109,7 @@ class NcclTransport(Transport):
     ) -> Pending:
         """See :meth:`Transport.send`."""
         check_tensors(identity, tensors)
-        pending = self._guard.post(destination_rank, identity, is_receive=False, make=DeviceCompletion)
+        pending = self._guard.post(destination_rank, identity, is_receive=False)
         with self._lock:
             if pending.attempt == self._guard.attempt:  # else another thread has begun a later one, which fails this operation
                 end = self._rank_edges.ends[Edge(self.rank, destination_rank, identity.channel)]
@@ -118,7 +118,7 @@ class NcclTransport(Transport):
 
     def receive(self, source_rank: int, identity: Identity) -> Pending:
         """See :meth:`Transport.receive`."""
-        pending = self._guard.post(source_rank, identity, is_receive=True, make=DeviceCompletion)
+        pending = self._guard.post(source_rank, identity, is_receive=True)
         with self._lock:
             if pending.attempt == self._guard.attempt:
                 slot = self._pool.take(source_rank, identity)
@@ -136,18 +136,12 @@ class NcclTransport(Transport):
             return  # a later attempt has begun
         source_rank, slot = held
         assert slot.message is not None, "what was received lies in memory"
-        slot.message.free_from = torch.cuda.Event()
-        slot.message.free_from.record(torch.cuda.current_stream(self._device))
+        slot.message.free_from = recorded(torch.cuda.current_stream(self._device))
         self._pool.give(source_rank, pending.identity, slot)
 
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
         """See :meth:`Transport.reserve`. A message gets memory at its first use, since most travel beside."""
         self._pool.reserve(counts)
-
-    @property
-    def attempt(self) -> Attempt:
-        """See :meth:`Transport.attempt`."""
-        return self._guard.attempt
 
     def begin(self, attempt: Attempt) -> None:
         """See :meth:`Transport.begin`. Communicators of the attempt are made in the background.
@@ -173,10 +167,6 @@ class NcclTransport(Transport):
         """See :meth:`Transport.clock_of`."""
         return self._beside.clock_of(rank)
 
-    def waiting_for(self, rank: int) -> Identity | None:
-        """See :meth:`Transport.waiting_for`."""
-        return self._guard.waiting_for(rank)
-
     def abort(self, error: Exception) -> None:
         """See :meth:`Transport.abort`. Also ends the communicators, so the ranks at their other ends notice."""
         self._guard.end(error)
@@ -189,10 +179,7 @@ class NcclTransport(Transport):
         if self._is_closed:
             return
         self._is_closed = True
-        deadline = now() + _CLOSE_SECONDS
-        with contextlib.suppress(Exception):
-            for pending in self._guard.sends():
-                pending.wait(max(0.0, deadline - now()))
+        self._guard.finish_sends(_CLOSE_SECONDS)
         is_idle = not self._guard.has_pending()
         reason = TransportError(f"the transport of rank {self.rank} is closed")
         is_whole = self._guard.end(reason)

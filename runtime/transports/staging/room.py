@@ -5,14 +5,8 @@ from __future__ import annotations
 import torch
 
 from adaptra.graph.ops.specs import MessageSpec
+from adaptra.runtime.devices.events import recorded
 from adaptra.runtime.transports.message_format import flat_bytes, views_of
-
-
-def recorded(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """Return an event that is done when all work of a stream so far is."""
-    event = torch.cuda.Event()
-    event.record(stream)
-    return event
 
 
 class Room:

@@ -26,7 +26,9 @@ from adaptra import _C
 from adaptra.errors import LaunchError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.runtime.devices import pack
-from adaptra.runtime.transports.staging.room import Room, recorded
+from adaptra.runtime.devices.events import recorded
+from adaptra.runtime.transports.message_format import copy_into
+from adaptra.runtime.transports.staging.room import Room
 
 logger = logging.getLogger(__name__)
 
@@ -84,15 +86,16 @@ class Staging:
         """Start to copy ``tensors`` into a message in pinned memory.
 
         Returns:
-            An event that is done when the copy is; None, without a copy, for tensors of the host.
+            An event that is done when the copy is; None for tensors of the host, which are copied at once.
         """
         if not any(tensor.is_cuda for tensor in tensors):
+            copy_into(message.views, tensors)
             return None
         stream = self._sends.stream
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream), torch.no_grad():
             here = stream.device
-            if self._packs and pack.is_worthwhile(tensors, message.specs) and all(tensor.device == here for tensor in tensors):
+            if self._packs and pack.is_worthwhile(tensors, message.specs, here):
                 # Made and used on the copy stream only, so its memory is not reused before the copy has ended.
                 flat = torch.empty(message.flat.numel(), dtype=torch.uint8, device=here)
                 pack.pack(flat, tensors, message.specs)

@@ -82,10 +82,10 @@ def test_why_not_says_what_fails() -> None:
 
 def test_only_what_is_not_flat_yet_is_packed() -> None:
     matrix, spec = torch.ones(3, 4), TensorSpec((3, 4), torch.float32)
-    assert not pack.is_worthwhile([matrix], (spec,))
-    assert pack.is_worthwhile([matrix.view(4, 3).t()], (spec,))
-    assert pack.is_worthwhile([matrix, matrix], (spec, spec))
-    assert pack.is_worthwhile([matrix], (replace(spec, lossy_bf16=True),))
+    assert not pack.is_worthwhile([matrix], (spec,), matrix.device)
+    assert pack.is_worthwhile([matrix.view(4, 3).t()], (spec,), matrix.device)
+    assert pack.is_worthwhile([matrix, matrix], (spec, spec), matrix.device)
+    assert pack.is_worthwhile([matrix], (replace(spec, lossy_bf16=True),), matrix.device)
 
 
 @needs_triton
