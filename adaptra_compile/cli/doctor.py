@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes.util
 import importlib.util
-import os
 import platform
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -58,8 +57,8 @@ def report(findings: dict[str, Any]) -> str:
         backends = [name for name, available in torch["distributed"].items() if available]
         lines.append(("distributed", ", ".join(backends) or "no backend"))
         lines.append(("accelerator", torch["accelerator"] or "none"))
-        if (torch["accelerator"] or "").endswith("cuda"):
-            lines.append(("deterministic", _deterministic(torch["cublas_workspace"])))
+        if torch["deterministic"] is not None:
+            lines.append(("deterministic", torch["deterministic"]))
     lines += [(name, findings[name] or f"missing: pip install {name}") for name in ("sympy", "rich")]
     for extra, (packages, use) in EXTRAS.items():
         installed = findings["extras"][extra]["version"]
@@ -72,14 +71,6 @@ def report(findings: dict[str, Any]) -> str:
     lines += _report_rdma(findings["rdma"])
     width = max(len(name) for name, _ in lines) + 2
     return "".join(f"{name:<{width}}{state}\n" for name, state in lines)
-
-
-def _deterministic(workspace: str | None) -> str:
-    """Return whether a model on a GPU can be compiled with ``deterministic=True``."""
-    from adaptra.runtime.devices.determinism import FIXED, WORKSPACE
-
-    given = f"{WORKSPACE} is not set" if workspace is None else f"{WORKSPACE} is {workspace}"
-    return f"possible: {given}" if workspace in FIXED else f"{given}: Options(deterministic=True) needs {' or '.join(FIXED)}"
 
 
 def _rdma() -> dict[str, Any]:
@@ -123,16 +114,16 @@ def _torch() -> dict[str, Any] | None:
     try:
         import torch
         from torch import distributed
-
-        from adaptra.runtime.devices.determinism import WORKSPACE
     except ImportError:
         return None
+    from adaptra.runtime.devices.determinism import why_not_on_a_gpu
+
     available = distributed.is_available()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return {
         "version": torch.__version__,
         "accelerator": None if accelerator is None else f"{torch.accelerator.device_count()} × {accelerator.type}",
-        "cublas_workspace": os.environ.get(WORKSPACE),
+        "deterministic": (why_not_on_a_gpu() or "possible") if accelerator is not None and accelerator.type == "cuda" else None,
         "distributed": {name: available and distributed.is_backend_available(name) for name in _BACKENDS},
     }
 

@@ -20,6 +20,7 @@ from adaptra.simulation.simulate import Simulation, simulate
 
 _SLOW_FACTOR: Final = 2.0
 _WIDTH_WITHOUT_TERMINAL: Final = 120
+_NO_BOUND: Final[Mapping[str, Any]] = {"bound": None, "bound_kind": None, "bound_where": None}
 
 
 def check_outputs(outputs: Mapping[str | None, tuple[str, ...]]) -> None:
@@ -66,9 +67,7 @@ def figures(
         return {**named, **simulation.to_json()}
     return {
         **named,
-        "bound": None if bound is None else bound.value,
-        "bound_kind": None if bound is None else bound.kind.value,
-        "bound_where": None if bound is None else bound.where,
+        **(_NO_BOUND if bound is None else bound.to_json()),
         "gap": _gap(simulation.makespan, bound and bound.value),
         "period": simulation.period,
         **simulation.to_json(),

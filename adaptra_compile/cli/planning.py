@@ -82,7 +82,7 @@ def _of_job(options: Namespace, case: Case, simulation: Simulation) -> tuple[dic
     """Return the same of a plan of several replicas."""
     healthy = simulation.period
     if not case.is_healthy:
-        whole = replace(case, lost=frozenset(), slow={})
+        whole = case.healthy
         healthy = simulate(planned_for(whole, budget=options.budget), whole).period
     bound = period_bound(case, simulation.program.routing)
     found = _bounds(case, bound, healthy) | figures(case, simulation)
@@ -90,13 +90,7 @@ def _of_job(options: Namespace, case: Case, simulation: Simulation) -> tuple[dic
 
 
 def _bounds(case: Case, bound: Bound, healthy: float) -> dict[str, Any]:
-    return {
-        "bound": bound.value,
-        "bound_kind": bound.kind.value,
-        "bound_where": bound.where,
-        "healthy_period": healthy,
-        "fault_scaled_period": case.fault_scaled(healthy),
-    }
+    return {**bound.to_json(), "healthy_period": healthy, "fault_scaled_period": case.fault_scaled(healthy)}
 
 
 def _large_plan(options: Namespace, plan: LargePlan) -> str:

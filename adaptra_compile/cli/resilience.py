@@ -83,7 +83,7 @@ def run_resilience(options: Namespace) -> str:
     prices = _prices(options)
     harmed = not case.is_healthy or bool(case.links) or bool(case.ports)
     decision = decide(case, prices, budget=options.budget) if harmed else None
-    healthy = replace(case, lost=frozenset(), slow={}, links={}, ports={})
+    healthy = replace(case.healthy, links={}, ports={})
     by_number = Resilience(healthy, prices, budget=options.budget)
     rows = list(by_number.rows(min(by_number.most, options.losses or _ROWS)))
     lived = None if trace is None else _live_through(by_number, trace, options.node or 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 
 class BoundKind(Enum):
@@ -71,6 +72,10 @@ class Bound:
                 return f"the way to {self.where} and back within a step"
             case BoundKind.LINK_FORWARD | BoundKind.LINK_BACKWARD | BoundKind.LINK | BoundKind.PORT:
                 return f"the bandwidth of {self.where}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the bound as JSON values."""
+        return {"bound": self.value, "bound_kind": self.kind.value, "bound_where": self.where}
 
     def __str__(self) -> str:
         return f"{self.value:g} ({self.kind.value}, {self.where})"

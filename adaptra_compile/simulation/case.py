@@ -172,6 +172,11 @@ class Case:
         return not self.lost and not self.slow
 
     @property
+    def healthy(self) -> Case:
+        """The same job with no worker lost or slow."""
+        return replace(self, lost=frozenset(), slow={})
+
+    @property
     def fold(self) -> str:
         """The form of ``hands_over`` in files and in the options of passes: ``handover`` or ``contributions``."""
         return "handover" if self.hands_over else "contributions"

@@ -19,19 +19,23 @@ FIXED: Final = (":4096:8", ":16:8")
 """The values of the variable under which torch takes cuBLAS for deterministic."""
 
 
+def why_not_on_a_gpu() -> str | None:
+    """Return the reason why this process can't run deterministic kernels on a GPU; None if it can."""
+    workspace = os.environ.get(WORKSPACE)
+    if workspace in FIXED:
+        return None
+    now = "is not set" if workspace is None else f"is {workspace}"
+    return f"{WORKSPACE} {now}: expected {' or '.join(FIXED)} in the environment of every process, before it uses a GPU"
+
+
 def set_deterministic(device: torch.device) -> None:
     """Have this process run deterministic kernels only, also after the pipeline's end.
 
     Raises:
         OptionError: The model is on a GPU and cuBLAS's workspace is not of a fixed size.
     """
-    given = os.environ.get(WORKSPACE)
-    if device.type == "cuda" and given not in FIXED:
-        now = "is not set" if given is None else f"is {given}"
-        raise OptionError(
-            f"deterministic=True: {WORKSPACE} {now}: expected {' or '.join(FIXED)} in the environment of every process, "
-            "before it uses a GPU"
-        )
+    if device.type == "cuda" and (reason := why_not_on_a_gpu()) is not None:
+        raise OptionError(f"deterministic=True: {reason}")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
 

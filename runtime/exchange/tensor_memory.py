@@ -108,9 +108,7 @@ class TensorForm:
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Return the bytes of a tensor of this form, on the CPU. They may be its own memory."""
-        plain = tensor.detach().resolve_conj().resolve_neg()
-        for dimension, size in enumerate(self._once):
-            plain = plain.narrow(dimension, 0, size)
+        plain = _narrowed(tensor.detach().resolve_conj().resolve_neg(), self._once)
         return plain.permute(self._order).cpu().contiguous().as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
     def unpack(self, body: Tensor) -> Tensor:
@@ -123,8 +121,7 @@ class TensorForm:
         plain = lying.permute([order.index(dimension) for dimension in range(len(order))]).to(self.device)
         if plain.shape == self.shape and plain.stride() == self.stride:
             return plain
-        made = torch.empty_strided(self._once, self.stride, dtype=self.dtype, device=plain.device)
-        return made.copy_(plain).as_strided(self.shape, self.stride)
+        return _laid_out(plain, self.shape, self.stride)
 
     @property
     def _once(self) -> list[int]:
@@ -138,21 +135,25 @@ class TensorForm:
 
 def copied(tensor: Tensor) -> Tensor:
     """Copy a tensor, with the same memory layout."""
-    once = _once(tensor.detach())
-    return torch.empty_strided(
-        once.shape, once.stride(), dtype=tensor.dtype, device=tensor.device
-    ).copy_(once).as_strided(tensor.shape, tensor.stride())  # fmt: skip
+    plain = _narrowed(tensor.detach(), _sizes_once(tensor.shape, tensor.stride()))
+    return _laid_out(plain, tensor.shape, tensor.stride())
 
 
 def _sizes_once(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
     return [min(size, 1) if step == 0 else size for size, step in zip(shape, stride, strict=True)]
 
 
-def _once(tensor: Tensor) -> Tensor:
-    for dimension, step in enumerate(tensor.stride()):
-        if step == 0:
-            tensor = tensor.narrow(dimension, 0, min(tensor.shape[dimension], 1))
+def _narrowed(tensor: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return the first elements of each dimension."""
+    for dimension, size in enumerate(sizes):
+        tensor = tensor.narrow(dimension, 0, size)
     return tensor
+
+
+def _laid_out(plain: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
+    """Return a copy of elements that are there once each, of this shape and with these strides."""
+    memory = torch.empty_strided(plain.shape, stride, dtype=plain.dtype, device=plain.device)
+    return memory.copy_(plain).as_strided(shape, stride)
 
 
 def _overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:

@@ -214,8 +214,8 @@ class Fault:
 
     def __str__(self) -> str:
         before, behind = ("", "") if self.replica is None else (f"{self.replica}.", f"@replica{self.replica}")
-        edge = "" if self.peer is None else f"{'-' if self.both_ways else '>'}{self.peer}{behind}"
-        where = f"{self.stage}{edge}" if edge else f"{before}{self.stage}"
+        way = "-" if self.both_ways else ">"
+        where = f"{before}{self.stage}" if self.peer is None else f"{self.stage}{way}{self.peer}{behind}"
         match self.effect:
             case Effect.DELAY:
                 what, amount = "delay", _seconds(self.amount)

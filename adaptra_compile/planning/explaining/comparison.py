@@ -137,7 +137,7 @@ def compare(
 
 def _shared(case: Case, name: str, budget: float | None) -> Simulation:
     """Return the plan of several replicas that share as the name says."""
-    here = replace(case, lost=frozenset(), slow={}) if name == HEALTHY else case
+    here = case.healthy if name == HEALTHY else case
     equal = replace(case, slow={}, ports={}) if name == "kept" else here
     routing = () if name == HEALTHY else share_evenly(equal, in_turns=name == "turns")
     return simulate(replace(plan_job(here, budget=budget, routing=routing), name=name), here)

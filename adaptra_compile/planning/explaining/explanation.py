@@ -196,7 +196,7 @@ def _of_job(program: Program, case: Case) -> Explanation:
     simulation = simulate(program, case)
     period = healthy = simulation.period
     if not case.is_healthy:
-        whole = replace(case, lost=frozenset(), slow={})
+        whole = case.healthy
         healthy = simulate(plan_job(whole), whole).period
     bound = period_bound(case, program.routing)
     numbers, gap = JobNumbers(simulation, program.routing), _gap(period, bound)
@@ -207,9 +207,7 @@ def _of_job(program: Program, case: Case) -> Explanation:
         "program": program.name,
         "case": case.name,
         "period": period,
-        "bound": bound.value,
-        "bound_kind": bound.kind.value,
-        "bound_where": bound.where,
+        **bound.to_json(),
         "gap": gap,
         "healthy_period": healthy,
         "fault_scaled_period": float(scaled.result),
