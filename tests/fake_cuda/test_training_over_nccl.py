@@ -169,7 +169,7 @@ def train_until_an_edge_has_moved(rank: int) -> dict[str, Any]:
         for one in (optimizer, plain):
             one.step()
         plans.append(pipe.plan)
-        after += bool(pipe.plan.delegated)
+        after += not {(1, 2), (2, 1)}.isdisjoint(pipe.plan.delegated)  # others may be late too on a busy machine
         pipe.eval_step(inputs, targets)
         if not torch.equal(found.cpu(), torch.stack(losses).mean()):
             differs.append(f"loss of step {len(plans)}: {found} instead of {torch.stack(losses).mean()}")

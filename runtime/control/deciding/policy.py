@@ -18,6 +18,7 @@ noise is postponed as well. Any detection in the meantime discards it.
 from __future__ import annotations
 
 import math
+from collections.abc import Container
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -118,7 +119,7 @@ class PlanningOutcome:
     remedies.
 
     ``before`` are the seconds of a step of the running plan under the detected costs. ``same`` is the running plan if its
-    receives have to be posted sooner, for the case that no plan gains enough.
+    receives have to be posted sooner or edges move to the delegate or back, for the case that no plan gains enough.
     """
 
     detection: Detection
@@ -154,6 +155,13 @@ def _delegated(current: Plan, detection: Detection) -> tuple[tuple[int, int], ..
             case EdgeChange() | StageChange():
                 pass
     return tuple(sorted(edges))
+
+
+def _added_flight(detection: Detection, edges: Container[tuple[int, int]]) -> float:
+    """Return by how many seconds a message over one of these edges takes longer; infinite where no single change tells."""
+    changes = (change for change in detection.changes if isinstance(change, EdgeChange))
+    added = (change.now - change.was for change in changes if (change.source, change.destination) in edges)
+    return max(added, default=math.inf)
 
 
 def _steps_to_wait(detection: Detection, gain: float) -> int:
@@ -394,7 +402,7 @@ class Policy:
             return PlanningOutcome(detection, before)
         delegated = _delegated(current, detection) if self._options.delegate else current.delegated
         plan, remedies = self._planning.plan_for(detection, current, delegated, is_draft)
-        same = self._planning.lowered_anew(current, detection)
+        same = self._planning.lowered_anew(current, detection, current.delegated if is_draft else delegated)
         return PlanningOutcome(detection, before, plan, same, remedies=remedies)
 
     def _conclude(self, outcome: PlanningOutcome, current: Plan, step: int, now: float) -> list[Action]:
@@ -413,16 +421,26 @@ class Policy:
             text = text if found != running else f"no plan is shorter than the running one's {running}"
             actions.append(self._event(EventKind.KEPT, step, current, text, before, before))
             if outcome.same is not None:
-                actions.append(self._propose(outcome.same, before, now))
+                actions += self._begin_same(outcome.same, outcome.detection, current, before, now)
         elif steps := _steps_to_wait(outcome.detection, math.inf if is_plainer else before - plan.predicted):
-            detection = outcome.detection
-            self._postponed = _Postponed(plan, before, detection.step + steps, current.program, detection)
-            self._undecided = detection
-            text = f"{_why_postponed(outcome.detection, plan, before)} {steps} steps after step {outcome.detection.step}"
-            actions.append(self._event(EventKind.KEPT, self._observed, current, text, before, before))
+            actions.append(self._postpone(plan, outcome.detection, steps, current, before))
         else:
             actions.append(self._propose(plan, before, now))
         return actions
+
+    def _begin_same(self, same: Plan, detection: Detection, current: Plan, before: float, now: float) -> list[Action]:
+        """Propose the same order with receives or edges that change, once the edges can't be taken for noise or flap."""
+        if same.delegated != current.delegated:
+            taken = set(same.delegated) - set(current.delegated)
+            if steps := _steps_to_wait(detection, _added_flight(detection, taken)):
+                return [self._postpone(same, detection, steps, current, before)]
+        return [self._propose(same, before, now)]
+
+    def _postpone(self, plan: Plan, detection: Detection, steps: int, current: Plan, before: float) -> ControlEvent:
+        self._postponed = _Postponed(plan, before, detection.step + steps, current.program, detection)
+        self._undecided = detection
+        text = f"{_why_postponed(detection, plan, before)} {steps} steps after step {detection.step}"
+        return self._event(EventKind.KEPT, self._observed, current, text, before, before)
 
     def _conclude_draft(self, outcome: PlanningOutcome, current: Plan, now: float) -> list[Action]:
         """Propose a speculative plan: pending while its change is suspected, at once if the change has been detected

@@ -157,33 +157,52 @@ class Planning:
         times = (step_seconds(program, scenario.cost, barrier=barrier) for scenario in detection.scenarios)
         return fmean(times, weights)
 
-    def lowered_anew(self, current: Plan, detection: Detection) -> Plan | None:
-        """The running program with its receives posted in time for the detected costs.
+    def lowered_anew(self, current: Plan, detection: Detection, delegated: Edges | None = None) -> Plan | None:
+        """The running program with its receives posted in time for the detected costs, and its slow edges on the delegate.
 
         Where a barrier came or went, it is planned anew with the seconds of a step that hold now.
 
-        None if receives are posted in time already, and if late ones may cost less than steps scatter by themselves. A late
-        receive delays its message by a latency at most. All of them cost no more than the step has become longer.
+        Receives count as posted in time if late ones may cost less than steps scatter by themselves. A late receive delays its
+        message by a latency at most. All of them cost no more than the step has become longer.
+
+        Args:
+            current: The plan that runs.
+            detection: What holds now.
+            delegated: The edges that take the delegate under the new plan, as in :meth:`plan_for`; None for the present ones.
+
+        Returns:
+            The plan, or None if nothing of it would change.
         """
         case = replace(current.case, cost=detection.cost, barrier=detection.barrier)
+        edges, moved = current.delegated if delegated is None else self._taken(current, detection, delegated), ""
+        if edges != current.delegated:
+            moved = f"; {_moved_text(current.delegated, edges)}"
         if detection.barrier != current.case.barrier:
-            return replace(
-                current,
-                case=case,
-                predicted=self.expect(current.program, detection),
-                bound=step_bound(case),
-                reason=f"{detection.reason}; the same order",
-            )
+            how = "the same order"
+        elif self._has_late_receives(current, detection):
+            how = "the same order, receives sooner"
+        elif moved:
+            how = "the same order"
+        else:
+            return None
+        predicted, reason = self.expect(current.program, detection), f"{detection.reason}; {how}{moved}"[:MAX_REASON]
+        return replace(current, case=case, predicted=predicted, bound=step_bound(case), reason=reason, delegated=edges)
+
+    def _has_late_receives(self, current: Plan, detection: Detection) -> bool:
+        """Return True if the running program's receives are posted too late for the detected costs, and that may be noticed."""
         before = self.ahead_of_need(current.program, current.case.cost)
         now = self.ahead_of_need(current.program, detection.cost)
         if all(count <= before[channel] for channel, count in now.items()):
-            return None
+            return False
         before_now = step_seconds(current.program, current.case.cost, barrier=detection.barrier)
         longer = self.expect(current.program, detection) - before_now
-        if steps_until_sure(max(longer, _added_latency(current.case.cost, case.cost)), detection.noise) > 0:
-            return None
-        predicted, reason = self.expect(current.program, detection), f"{detection.reason}; the same order, receives sooner"
-        return replace(current, case=case, predicted=predicted, bound=step_bound(case), reason=reason)
+        return steps_until_sure(max(longer, _added_latency(current.case.cost, detection.cost)), detection.noise) == 0
+
+    def _taken(self, current: Plan, detection: Detection, delegated: Edges) -> Edges:
+        """Return the edges that take the delegate, of those asked for, if the running program stays."""
+        if self.replicas == 1:
+            return delegated
+        return _needed(self._joined(current.program), self._together(detection, current.case), delegated, current.delegated)
 
     def _search(self, detection: Detection, current: Plan, is_draft: bool) -> tuple[Case, Program]:
         """Return the case that was planned for, and the best program without messages.
@@ -207,10 +226,9 @@ class Planning:
         best = compared.best
         is_kept = best.kind is JobRemedy.KEEP
         program = current.program if is_kept else _as_one_pipeline(best.program)
-        asked = {edge for edge in delegated if edge in current.delegated or _takes_slow_links(best.program, case, edge)}
-        delegated = tuple(sorted(asked | {edge for edge in current.delegated if _slow_links(case, edge)}))
-        moved = ", ".join(f"{source}→{to}" for source, to in delegated if (source, to) not in current.delegated)
-        what = f"{best.what}; edges that take the delegate: {moved}" if moved else best.what
+        delegated = _needed(best.program, case, delegated, current.delegated)
+        moved = _moved_text(current.delegated, delegated)
+        what = f"{best.what}; {moved}" if moved else best.what
         used = self._room_used(program, current.program)
         reason = f"{detection.reason}; {what}{used}; {compared}"[:MAX_REASON]
         planned = replace(current.case, cost=detection.cost, barrier=detection.barrier)
@@ -261,6 +279,24 @@ def _takes_slow_links(program: Program, case: Case, edge: Edge) -> bool:
     """Return whether a route takes one of these links, or all replicas are alike."""
     slow = _slow_links(case, edge)
     return not slow or any((route.workers[edge[0]], route.workers[edge[1]]) in slow for route in program.routing.routes)
+
+
+def _needed(program: Program, case: Case, asked: Edges, taken: Edges) -> Edges:
+    """Return the edges that need the delegate: of those asked for, those with a slow link that a route takes, and all that
+    take it now as long as one of their links is slow.
+    """
+    needed = {edge for edge in asked if edge in taken or _takes_slow_links(program, case, edge)}
+    return tuple(sorted(needed | {edge for edge in taken if _slow_links(case, edge)}))
+
+
+def _moved_text(before: Edges, now: Edges) -> str:
+    """Return the edges that move to the delegate and those that leave it, in words; empty if none does."""
+    changes = [("take", sorted(set(now) - set(before))), ("leave", sorted(set(before) - set(now)))]
+    return "; ".join(
+        f"edges that {how} the delegate: {', '.join(f'{source}→{to}' for source, to in edges)}"
+        for how, edges in changes
+        if edges
+    )
 
 
 def _as_one_pipeline(program: Program) -> Program:

@@ -254,12 +254,20 @@ def test_gradients_that_come_slowly_are_told_from_gradients_that_come_late(fault
     told: list[ControlEvent] = []
     device = adaptra.EmulatedDevice(0.005, 0.005, 0.005)
     options = adaptra.Options(adapt=False, schedule="1f1b", emulate=device, faults=[fault], on_event=told.append)
+    shares: list[float] = []
     with adaptra.compile(model, stages=3, microbatches=8, options=options, **problem) as pipe:
         for _ in range(STEPS):
             pipe.step(inputs, torch.zeros_like(inputs))
-            if any(event.kind is EventKind.DETECTED and "edge 2→1 slow" in event.text for event in told):
+            shares = occupied_shares(told, "2→1")
+            # Ops that a busy machine slows down send too seldom for messages to queue. Then a later step tells.
+            if any(share > 0.5 for share in shares):
                 break
-    (text,) = (event.text for event in told if event.kind is EventKind.DETECTED and "edge 2→1 slow" in event.text)
-    found = re.search(r"edge 2→1 slow: ([\d.]+) ms \(was [\d.]+ ms\)(?:, ([\d.]+) ms of it occupancy)?", text)
-    assert found is not None
-    assert (float(found[2] or 0) > 0.5 * float(found[1])) == is_occupancy
+    assert shares, "nothing was detected"
+    assert any(share > 0.5 for share in shares) == is_occupancy
+
+
+def occupied_shares(told: list[ControlEvent], edge: str) -> list[float]:
+    """The part of an edge's flight that is occupancy, each time that the edge was told to be slow."""
+    texts = (event.text for event in told if event.kind is EventKind.DETECTED)
+    pattern = rf"edge {edge} slow: ([\d.]+) ms \(was [\d.]+ ms\)(?:, ([\d.]+) ms of it occupancy)?"
+    return [float(occupied or 0) / float(flight) for text in texts for flight, occupied in re.findall(pattern, text)]

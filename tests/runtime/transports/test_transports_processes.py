@@ -6,7 +6,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -152,6 +151,13 @@ class Rank:
         self.transport.abort(error)
         self.on_lost()
 
+    def await_keys(self, *keys: str) -> None:
+        """Wait until the store has keys. Its own wait would hold the client, so that no heartbeat could announce this rank."""
+        deadline = time.monotonic() + 100
+        while not self.transport.store.check(list(keys)):
+            assert time.monotonic() < deadline, f"waited in vain for {keys}"
+            time.sleep(0.02)
+
     def has_reached(self, rank: int) -> bool:
         """Whether a direct question of this rank has got through to another one."""
         membership = self.membership
@@ -178,7 +184,7 @@ def lose_rank_2(rank: int, how: str, name: str = "c10d") -> Lost | None:
     mine = Rank(name=name)
     if rank == 2:
         # All wait now, or will in a moment: either way they must learn of it.
-        mine.transport.store.wait(["waiting 0", "waiting 1", "waiting 3"], timedelta(seconds=100))
+        mine.await_keys("waiting 0", "waiting 1", "waiting 3")
         match how:
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -230,7 +236,7 @@ def lose_the_store(rank: int, how: str) -> Lost:
     """Rank 0, host of the store, ends while ranks 1 and 2 wait for each other and not for rank 0."""
     mine = Rank()
     if rank == 0:
-        mine.transport.store.wait(["waiting 1", "waiting 2"])
+        mine.await_keys("waiting 1", "waiting 2")
         os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
     mine.transport.store.set(f"waiting {rank}", "")
     return mine.wait_in_vain(3 - rank, backward(0, 2, 1) if rank == 1 else forward(0, 1, 2))
@@ -252,7 +258,7 @@ def leave(rank: int) -> str | None:
     mine, told = Rank(lost_after=1.5), threading.Event()
     mine.on_lost = told.set
     if rank > 0:
-        mine.transport.store.wait(["left"])
+        mine.await_keys("left")
         # Longer than a loss takes to be noticed, if it were one.
         assert not told.wait(2.5)
     else:

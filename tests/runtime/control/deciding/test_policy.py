@@ -264,3 +264,52 @@ def test_without_adapting_it_is_told_and_nothing_is_proposed() -> None:
     run.steps(20, HEALTHY, has_met=True)
     assert [one.text for one in run.world.events(EventKind.DETECTED)] == ["all ranks meet between steps"]
     assert not run.of(Propose)
+
+
+def test_a_slow_edge_takes_the_delegate_where_no_order_gains_and_returns_once_it_has_recovered() -> None:
+    """All microbatches that fit are in flight already, so nothing hides more of a delay."""
+    keeping = Planning(lambda _, running: running)
+    run = calibrated(PolicyWorld(plan_zero(SLOW_PROGRAM), RANKS, keeping, ControllerOptions(delegate=True)))
+    run.steps(3, SLOW)
+    slow = run.world.plan
+    assert (slow.version, slow.program, slow.delegated) == (1, SLOW_PROGRAM, ((1, 2), (2, 1)))
+    assert slow.reason.endswith("; the same order; edges that take the delegate: 1→2, 2→1")
+    run.steps(3, HEALTHY)
+    back = run.world.plan
+    assert (back.version, back.program, back.delegated) == (2, SLOW_PROGRAM, ())
+    assert back.reason.endswith("; the same order; edges that leave the delegate: 1→2, 2→1")
+    run.steps(10, HEALTHY)
+    assert run.world.plan.version == 2
+
+
+def test_an_edge_that_flaps_stays_on_the_delegate_for_as_long_as_it_may_turn_slow_again() -> None:
+    keeping = Planning(lambda _, running: running)
+    run = calibrated(PolicyWorld(plan_zero(SLOW_PROGRAM), RANKS, keeping, ControllerOptions(delegate=True)))
+    waits: list[int] = []
+    for _ in range(3):
+        run.steps(6, SLOW)
+        assert run.world.plan.delegated == ((1, 2), (2, 1))
+        recovered = len(run.versions) - 1
+        run.steps(12, HEALTHY)
+        assert run.world.plan.delegated == ()
+        waits.append(run.versions.index(run.world.plan.version) - recovered)
+    assert waits == [3, 5, 7], "a step longer than a plan that wins, which is drafted before its change is confirmed"
+
+
+def test_an_edge_moves_once_what_it_takes_longer_stands_out_of_the_noise_of_steps() -> None:
+    keeping = Planning(lambda _, running: running)
+    run = Run(PolicyWorld(plan_zero(SLOW_PROGRAM), RANKS, keeping, ControllerOptions(delegate=True)))
+    for _ in range(CALIBRATED):
+        run.steps(1, HEALTHY, SECONDS + 0.8)
+        run.steps(1, HEALTHY)
+    run.steps(4, SLOW, SECONDS + 0.8)
+    assert run.world.plan.delegated == ()
+    assert run.world.events(EventKind.KEPT)[-1].text.startswith("steps scatter by ")
+    run.steps(60, SLOW, SECONDS + 0.8)
+    assert run.world.plan.delegated == ((1, 2), (2, 1))
+
+
+def test_a_slow_edge_stays_where_it_is_without_a_delegate() -> None:
+    run = calibrated(PolicyWorld(plan_zero(SLOW_PROGRAM), RANKS, Planning(lambda _, running: running)))
+    run.steps(20, SLOW)
+    assert set(run.versions) == {0} and not run.of(Propose)
