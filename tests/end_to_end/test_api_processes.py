@@ -381,6 +381,7 @@ def test_a_stage_averages_its_gradients_while_others_still_compute() -> None:
     assert losses == losses[:1] * 4
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("placement", ["straight", "v"])
 def test_replicas_adapt(placement: str) -> None:
     """Each pipeline adapts for itself when its link turns slow, and the weights stay bitwise equal."""

@@ -32,6 +32,7 @@ def compiled(stages: int = 4, **given: Any) -> adaptra.Pipeline:
     )
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("way", ["clipping", "scaling"])
 def test_steps_behind_a_barrier_are_planned_for_by_their_makespan(way: str) -> None:
     with compiled() as pipe:
@@ -54,6 +55,7 @@ def test_steps_behind_a_barrier_are_planned_for_by_their_makespan(way: str) -> N
         assert any("all ranks meet between steps" in event.text for event in pipe.events if event.kind is EventKind.DETECTED)
 
 
+@pytest.mark.timed
 def test_steps_in_a_row_are_planned_for_by_their_period() -> None:
     with compiled() as pipe:
         for _ in range(10):
@@ -81,6 +83,7 @@ def meet_by_oneself(rank: int, way: str) -> tuple[bool, list[str]]:
     return found
 
 
+@pytest.mark.timed
 @pytest.mark.processes
 @pytest.mark.parametrize("way", ["all", "alone", "nobody"])
 def test_a_meeting_that_the_users_code_calls_is_seen(way: str) -> None:

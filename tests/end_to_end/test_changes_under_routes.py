@@ -177,6 +177,7 @@ def train_shared(_rank: int) -> tuple[Trained, Trained]:
     return found[0], found[1]
 
 
+@pytest.mark.timed
 def test_roles_and_cuts_change_while_a_share_of_the_controller_runs() -> None:
     """All ranks have the same routes in a step, so all of them make a change at the same one."""
     changed, undisturbed = zip(*run_processes(train_shared, 4), strict=True)

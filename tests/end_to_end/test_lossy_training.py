@@ -24,6 +24,7 @@ def lossy_edges(told: list[ControlEvent]) -> set[tuple[int, int]]:
     return {(int(source), int(to)) for text in texts for source, to in re.findall(r"edge (\d+)→(\d+) lossy", text)}
 
 
+@pytest.mark.timed
 def test_an_injected_loss_is_found_heals_and_changes_no_bit() -> None:
     """Until the events say that it has healed; the last lossy step is the one before step 22."""
     told: list[ControlEvent] = []

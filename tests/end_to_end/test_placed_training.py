@@ -150,6 +150,7 @@ def test_norms_count_every_parameter_once() -> None:
     assert torch.equal(*norms)
 
 
+@pytest.mark.timed
 def test_a_slow_link_is_slow_on_both_of_its_edges_and_the_plan_adapts() -> None:
     """The link between two ranks carries two edges each way; numbers stay those of one process, before and after."""
     example = EXAMPLES["skip_mlp"]
@@ -173,6 +174,7 @@ def test_a_slow_link_is_slow_on_both_of_its_edges_and_the_plan_adapts() -> None:
         assert differences(steps, train_alone(example, batches[: len(steps)], 6)) == []
 
 
+@pytest.mark.timed
 def test_a_slow_edge_of_interleaved_stages_is_measured() -> None:
     """Three edges go from rank 0 to rank 1 and two come back. Numbers stay, whatever the plan."""
     example = EXAMPLES["skip_mlp"]

@@ -151,6 +151,7 @@ def is_for_the_slow_edge(plan: Plan) -> bool:
     return "edge 1→2 slow" in plan.reason or "edge 2→1 slow" in plan.reason
 
 
+@pytest.mark.timed
 def test_a_switch_of_plans_changes_no_number_and_comes_at_one_step_on_all_ranks() -> None:
     """A link turns slow; the controller measures it, plans and switches by itself. Rules 1 and 4.
 

@@ -747,6 +747,7 @@ def test_the_explanation_is_of_what_was_measured_last(monkeypatch: pytest.Monkey
         assert "symbols, " not in slow and "symbols, " in pipe.explain(equations=True)
 
 
+@pytest.mark.timed
 def test_a_link_is_marked_as_slow_by_what_was_measured_last(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A plan for a slow link may go on after the link has healed. Nothing says any more that the link is slow."""
     with compiled(stages=4, options=adaptra.Options(emulate=adaptra.EmulatedDevice(0.02, 0.02, 0.02))) as pipe:

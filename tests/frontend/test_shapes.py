@@ -214,6 +214,7 @@ def test_a_new_plan_runs_all_shapes_and_steps_of_others_are_not_detected_as_slow
         assert timeline is not None and timeline.program.microbatches == MICROBATCHES
 
 
+@pytest.mark.timed
 def test_a_slow_link_is_found_where_no_batch_has_the_shape_of_the_example() -> None:
     device, first_slow = adaptra.EmulatedDevice(0.004, 0.004, 0.004), 8
     with compiled(stages=2, emulate=device, faults=[f"delay 0-1 60ms @{first_slow}"]) as pipe:

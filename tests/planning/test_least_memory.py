@@ -155,6 +155,7 @@ def test_the_readmes_example_holds_few_of_its_16_microbatches_and_may_take_what_
         assert PERIOD.of(pipe.plan.program, pipe.plan.case.cost) <= (1 + WITHIN) * PERIOD.of(best, pipe.plan.case.cost)
 
 
+@pytest.mark.timed
 def test_a_plan_for_a_slow_link_takes_more_and_its_events_say_how_much() -> None:
     faults = ["delay 1-2 30ms @2"]
     emulate = adaptra.EmulatedDevice(0.004, 0.004, 0.004)

@@ -282,8 +282,9 @@ def _takes_slow_links(program: Program, case: Case, edge: Edge) -> bool:
 
 
 def _needed(program: Program, case: Case, asked: Edges, taken: Edges) -> Edges:
-    """Return the edges that need the delegate: of those asked for, those with a slow link that a route takes, and all that
-    take it now as long as one of their links is slow.
+    """Return the edges that need the delegate: of those asked for, those with a slow link that a route takes.
+
+    Those that take it now keep it as long as one of their links is slow.
     """
     needed = {edge for edge in asked if edge in taken or _takes_slow_links(program, case, edge)}
     return tuple(sorted(needed | {edge for edge in taken if _slow_links(case, edge)}))

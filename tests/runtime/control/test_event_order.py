@@ -42,6 +42,7 @@ def test_events_stay_when_the_cut_moves() -> None:
         assert EventKind.LINK in [event.kind for event in pipe.events]
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("suffix", ["json", "svg"])
 def test_a_saved_step_shows_its_slow_edge(tmp_path: Path, suffix: str) -> None:
     """Also where nothing adapts, so that no plan knows of it."""

@@ -89,6 +89,7 @@ def train_while_slow() -> tuple[list[Batch], list[Step], list[Plan], tuple[Contr
         return batches, steps, plans, pipe.events
 
 
+@pytest.mark.timed
 def test_an_edge_whose_bandwidth_binds_is_rounded_until_it_heals() -> None:
     batches, steps, plans, events = train_while_slow()
     rounded = [step for step, plan in enumerate(plans) if plan.rounded]
@@ -117,6 +118,7 @@ def test_what_stages_send_each_other_is_rounded_as_torch_rounds() -> None:
     check(train_rounded(0, ["local"]))
 
 
+@pytest.mark.timed
 @pytest.mark.processes
 def test_it_is_rounded_the_same_between_processes() -> None:
     ranks = run_processes(train_rounded, 2, ["c10d", "delegate"])

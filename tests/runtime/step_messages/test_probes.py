@@ -241,6 +241,7 @@ def test_there_are_no_probes_where_ranks_have_one_queue_for_everything(in_order:
     assert [len(end.receive_counts()) for end in ends] == ([0, 0] if in_order else [1, 1])
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize(("fault", "is_occupancy"), [("rate 2>1 3kB @8", True), ("delay 2>1 21ms @8", False)])
 def test_gradients_that_come_slowly_are_told_from_gradients_that_come_late(fault: str, is_occupancy: bool) -> None:
     """A message of 64 bytes at 3 kB/s occupies its edge for 21 ms."""

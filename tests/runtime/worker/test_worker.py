@@ -21,6 +21,7 @@ STEPS = 40
 """Far more than calibration, detection and a proposal take."""
 
 
+@pytest.mark.timed
 def test_a_plan_beyond_the_memory_is_refused_and_nobody_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     planner = stage_planning._better_plan
 
@@ -53,6 +54,7 @@ def test_a_plan_beyond_the_memory_is_refused_and_nobody_switches(monkeypatch: py
         assert not any(event.kind is EventKind.SWITCHED for event in pipe.events)
 
 
+@pytest.mark.timed
 def test_few_plans_are_kept_ready_and_any_other_is_lowered_when_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As when many suspicions came to nothing: here every rank forgets at once what it has prepared."""
     prepare, kept = RankPrograms.prepare, list[int]()
