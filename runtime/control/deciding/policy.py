@@ -118,8 +118,8 @@ class PlanningOutcome:
     """The outcome of planning for ``detection``: a plan without a version yet, or none, or the error; and the bandwidth
     remedies.
 
-    ``before`` are the seconds of a step of the running plan under the detected costs. ``same`` is for the case
-    that no plan gains enough: the running one, if receives have to be posted sooner or edges change to or from the delegate.
+    ``before`` are the seconds of a step of the running plan under the detected costs. ``same`` is for the
+    case that no plan gains enough. It is the running plan if its receives come sooner or edges take or leave the delegate.
     """
 
     detection: Detection
