@@ -18,6 +18,7 @@ import logging
 import math
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -175,6 +176,21 @@ class C10dTransport(GuardedTransport):
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
         """See :meth:`Transport.reserve`."""
         self._pool.reserve(counts)
+
+    def prepare(
+        self,
+        sent: Mapping[tuple[int, MessageSpec], int],
+        received: Mapping[tuple[int, MessageSpec], int],
+        lane: str | None = None,
+    ) -> None:
+        """See :meth:`Transport.prepare`. Allocates the memory of sent messages, and compiles what packs them."""
+        to_send: Counter[MessageSpec] = Counter()
+        for (_, specs), count in sent.items():
+            to_send[specs] += count
+        for specs, count in to_send.items():
+            free = self._sent.setdefault(layout_of(specs), [])
+            free.extend(self._copies.allocate(specs) for _ in range(count - len(free)))
+            self._copies.compile_for(specs)
 
     def begin(self, attempt: Attempt) -> None:
         """See :meth:`Transport.begin`."""

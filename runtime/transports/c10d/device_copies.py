@@ -47,6 +47,11 @@ class DeviceCopies:
             self._rooms[buffer] = self._staging.make_room(specs)
         return buffer
 
+    def compile_for(self, specs: MessageSpec) -> None:
+        """Compile what packs such messages, see :meth:`.staging.Staging.compile_for`."""
+        if self._staging is not None:
+            self._staging.compile_for(specs)
+
     def fill(self, buffer: MessageBuffer, tensors: Sequence[Tensor], start: Callable[[], None]) -> None:
         """Copy the tensors of a message into its memory, then ``start`` it.
 
