@@ -379,14 +379,14 @@ class Transport(ABC):
 
     def prepare(  # noqa: B027 - few have anything to do
         self,
-        sent: Mapping[tuple[int, MessageSpec], int],
+        sent: Mapping[MessageSpec, int],
         received: Mapping[tuple[int, MessageSpec], int],
         lane: str | None = None,
     ) -> None:
         """Do ahead what the first messages of a program would wait for, such as to pin their memory. Runs beside training.
 
         Args:
-            sent: For (destination rank, specs of a message), the largest number of such messages that are under way at a time.
+            sent: For the specs of a message, the largest number of such messages that are under way at a time.
             received: For (source rank, specs of a message), the largest number that are posted or kept at a time.
             lane: The lane that they take, see :meth:`use_lanes`.
 

@@ -112,7 +112,7 @@ class LanedTransport(Transport):
 
     def prepare(
         self,
-        sent: Mapping[tuple[int, MessageSpec], int],
+        sent: Mapping[MessageSpec, int],
         received: Mapping[tuple[int, MessageSpec], int],
         lane: str | None = None,
     ) -> None:

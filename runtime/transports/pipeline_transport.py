@@ -74,12 +74,12 @@ class PipelineTransport(Transport):
 
     def prepare(
         self,
-        sent: Mapping[tuple[int, MessageSpec], int],
+        sent: Mapping[MessageSpec, int],
         received: Mapping[tuple[int, MessageSpec], int],
         lane: str | None = None,
     ) -> None:
         """See :meth:`Transport.prepare`."""
-        self._job.prepare(self._of_job(sent), self._of_job(received), lane)
+        self._job.prepare(sent, self._of_job(received), lane)
 
     def _of_job(self, counts: Mapping[tuple[int, MessageSpec], int]) -> dict[tuple[int, MessageSpec], int]:
         return {(self.members[rank], specs): count for (rank, specs), count in counts.items()}

@@ -18,7 +18,6 @@ import logging
 import math
 import queue
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
@@ -179,15 +178,12 @@ class C10dTransport(GuardedTransport):
 
     def prepare(
         self,
-        sent: Mapping[tuple[int, MessageSpec], int],
+        sent: Mapping[MessageSpec, int],
         received: Mapping[tuple[int, MessageSpec], int],
         lane: str | None = None,
     ) -> None:
         """See :meth:`Transport.prepare`. Allocates the memory of sent messages, and compiles what packs them."""
-        to_send: Counter[MessageSpec] = Counter()
-        for (_, specs), count in sent.items():
-            to_send[specs] += count
-        for specs, count in to_send.items():
+        for specs, count in sent.items():
             free = self._sent.setdefault(layout_of(specs), [])
             free.extend(self._copies.allocate(specs) for _ in range(count - len(free)))
             self._copies.compile_for(specs)

@@ -71,19 +71,16 @@ class GpuDelegateTransport(DelegateTransport):
 
     def prepare(
         self,
-        sent: Mapping[tuple[int, MessageSpec], int],
+        sent: Mapping[MessageSpec, int],
         received: Mapping[tuple[int, MessageSpec], int],
         lane: str | None = None,
     ) -> None:
         """See :meth:`Transport.prepare`. Pins host memory of the messages, and compiles what packs them."""
-        to_send: Counter[MessageSpec] = Counter()
-        for (_, specs), count in sent.items():
-            to_send[specs] += count
         slots: Counter[tuple[int, int]] = Counter()
         for (rank, specs), count in received.items():
             slots[rank, HEADER_BYTES + flat_bytes(specs)] += count
         with torch.cuda.device(self._device):
-            for specs, count in to_send.items():
+            for specs, count in sent.items():
                 self._messages.provide(specs, count)
                 self._staging.compile_for(specs)
             for (rank, size), count in slots.items():

@@ -115,16 +115,18 @@ class ProgramMessages:
 
     def make_ready(self) -> None:
         """Have the transport do ahead what the first messages of each lane would wait for."""
-        sent: dict[str | None, Counter[tuple[int, MessageSpec]]] = {}
+        sent: dict[str | None, Counter[MessageSpec]] = {}
         received: dict[str | None, dict[tuple[int, MessageSpec], int]] = {}
+        under_way: Counter[tuple[int, Kind, MessageSpec]] = Counter()
         for op in self._program.orders[self._transport.rank]:
             if op.kind in SENT_BY:
                 key = self._buffer_of(op)
                 received.setdefault(op.lane, {})[key] = self.receive_counts[key]
             elif op.kind in (Kind.SEND_F, Kind.SEND_B):
-                key = self._program.rank_of(other_end(op)), self._spec(op)
-                of_lane = sent.setdefault(op.lane, Counter())
-                of_lane[key] = min(of_lane[key] + 1, self._most_under_way(op))
+                edge = self._program.rank_of(other_end(op)), op.kind, self._spec(op)
+                if under_way[edge] < self._most_under_way(op):
+                    under_way[edge] += 1
+                    sent.setdefault(op.lane, Counter())[edge[-1]] += 1
         for lane in sent.keys() | received.keys():
             self._transport.prepare(sent.get(lane, {}), received.get(lane, {}), lane)
 
