@@ -66,7 +66,7 @@ def shown(waits: Counter[str], own: str) -> list[str]:
     return [f"{thread}: {count} × {where}" for (_, thread, where), count in sorted(counted.items())]
 
 
-@pytest.mark.parametrize("transport", ["delegate", "c10d"])
+@pytest.mark.parametrize("transport", ["delegate", "c10d", "nccl"])
 def test_the_host_waits_for_the_device_where_it_is_allowed_to_alone(golden: Callable[[str, str], None], transport: str) -> None:
     found = run_processes(waits_of_steady_steps, RANKS, transport, timeout=SOON, is_fresh=True)
     assert [one for one, _ in found] == [other for _, other in found]
