@@ -9,7 +9,6 @@ A tensor whose spec says ``lossy_bf16`` is rounded on the way into the buffer, t
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from typing import Any, Final
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from adaptra.errors import MissingExtraError
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.runtime.devices import triton_trial
 from adaptra.runtime.transports.message_format import ALIGNMENT, flat_bytes, views_of
 
 _BLOCK: Final = 1024
@@ -30,17 +30,16 @@ def why_not(device: torch.device) -> str | None:
     """Return the reason why tensors on ``device`` can't be packed by the kernel, or None after packing a small one
     successfully.
     """
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed: pip install 'adaptra[gpu]'"
-    try:
+
+    def packs_rightly() -> bool:
         sample = torch.arange(6, dtype=torch.int32, device=device).view(2, 3).t()
         flat = torch.empty(ALIGNMENT, dtype=torch.uint8, device=device)
         specs = (TensorSpec((3, 2), torch.int32),)
         pack(flat, [sample], specs)
         (view,) = views_of(flat, specs)
-        return None if torch.equal(view, sample) else "triton's kernel packs wrongly here"
-    except Exception as error:  # Compilers and drivers may raise any exception, and torch's copies work without them.
-        return f"triton can't compile or run a kernel here: {type(error).__name__}: {error}"
+        return torch.equal(view, sample)
+
+    return triton_trial.why_not(packs_rightly)
 
 
 def is_worthwhile(tensors: Sequence[Tensor], specs: MessageSpec, device: torch.device) -> bool:

@@ -1,4 +1,4 @@
-"""The Triton kernel of packing. It imports triton, so only :mod:`.pack` imports this module, and only to pack.
+"""The Triton kernel of packing. It imports triton, so it is imported only where a kernel runs.
 
 The kernel sees bits and no numbers: it copies integers as wide as the tensor's elements, and rounds to bfloat16 by arithmetic
 on the bits. So its output is the same on every device, and under Triton's interpreter.
@@ -8,6 +8,15 @@ from __future__ import annotations
 
 import triton  # pyright: ignore[reportMissingImports] - an extra
 import triton.language as tl  # pyright: ignore[reportMissingImports]
+
+
+@triton.jit  # pyright: ignore[reportUntypedFunctionDecorator]
+def rounded_to_bfloat16(value):  # pyright: ignore[reportMissingParameterType]
+    """Return the bits of bfloat16, as int16, that are nearest to the float32 whose bits are these int32."""
+    # To nearest, ties to even: half of the last kept bit less one, and one more if that bit is set, before the cut.
+    rounded = (value + 0x7FFF + ((value >> 16) & 1)) >> 16
+    is_nan = (value & 0x7FFFFFFF) > 0x7F800000
+    return tl.where(is_nan, 0x7FC0, rounded).to(tl.int16)
 
 
 @triton.jit  # pyright: ignore[reportUntypedFunctionDecorator]
@@ -58,8 +67,5 @@ def copy_flat(
     place += (rest // size_1) * stride_0
     value = tl.load(source + place, mask=index < count, other=0)
     if NARROW:
-        # To nearest, ties to even: half of the last kept bit less one, and one more if that bit is set, before the cut.
-        rounded = (value + 0x7FFF + ((value >> 16) & 1)) >> 16
-        is_nan = (value & 0x7FFFFFFF) > 0x7F800000
-        value = tl.where(is_nan, 0x7FC0, rounded).to(tl.int16)
+        value = rounded_to_bfloat16(value)
     tl.store(target + index, value, mask=index < padded)

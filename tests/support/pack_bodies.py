@@ -3,13 +3,11 @@
 Run as a script it is one process under Triton's interpreter, which has to be chosen before triton is imported.
 """
 
-import json
-import sys
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from kernel_checks import run_as_a_script
 from torch import Tensor
 
 from adaptra.graph.ops.specs import TensorSpec
@@ -121,19 +119,5 @@ CHECKS: dict[str, tuple[Any, ...]] = {
 }
 
 
-def run_checks(device: str) -> dict[str, str | None]:
-    """Every check's name with its error, or None if it holds."""
-    found = {}
-    for name, (check, *arguments) in CHECKS.items():
-        try:
-            check(*arguments, device)
-        except Exception:
-            found[name] = traceback.format_exc()
-        else:
-            found[name] = None
-    return found
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    json.dump(run_checks("cpu"), sys.stdout)
+    run_as_a_script(CHECKS)

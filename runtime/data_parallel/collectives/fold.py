@@ -11,6 +11,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from adaptra.runtime.data_parallel.collectives import kernel_fold
+
 BLOCK_BYTES: Final = 256 * 1024
 """Bytes of a tensor that a processor's thread adds up at a time. The running sum then stays in its cache."""
 
@@ -18,7 +20,8 @@ BLOCK_BYTES: Final = 256 * 1024
 def fold(terms: Sequence[Tensor], out: Tensor, divisor: int = 1, dtype: torch.dtype | None = None) -> None:
     """Write the left fold of the terms, divided by ``divisor``, to ``out``.
 
-    Every element goes through the same operations, so a part of the tensors gives that part of the result.
+    Every element goes through the same operations, so a part of the tensors gives that part of the result. On a GPU one kernel
+    does them all, or torch's additions where that doesn't run, with the same bits.
 
     Args:
         terms: At least two tensors of one dimension, one size and real dtypes, in the order of the sum. The first one may be a
@@ -29,9 +32,20 @@ def fold(terms: Sequence[Tensor], out: Tensor, divisor: int = 1, dtype: torch.dt
             of ``out``.
     """
     dtype = dtype or terms[0].dtype
-    block = out.numel() or 1
+    is_known = all(one in kernel_fold.DTYPES for one in (dtype, out.dtype, *(term.dtype for term in terms)))
+    if out.is_cuda and is_known and kernel_fold.runs_on(out.device):
+        kernel_fold.fold_by_kernel(terms, out, divisor, dtype)
+    else:
+        _fold_by_torch(terms, out, divisor, dtype)
+
+
+def _fold_by_torch(terms: Sequence[Tensor], out: Tensor, divisor: int, dtype: torch.dtype) -> None:
+    block, by = out.numel() or 1, divisor
     if out.device.type == "cpu":
         block = min(block, BLOCK_BYTES // dtype.itemsize * torch.get_num_threads())
+    elif divisor != 1:
+        # On a GPU torch multiplies by the inverse of a number. A tensor it divides by, without a wait for the host.
+        by = torch.full((1,), divisor, dtype=torch.promote_types(dtype, torch.float32), device=out.device)
     total = torch.empty(block, dtype=dtype, device=out.device)
     for target, first, *others in zip(out.split(block), *(one.split(block) for one in terms), strict=True):
         running = total[: target.numel()]
@@ -43,4 +57,4 @@ def fold(terms: Sequence[Tensor], out: Tensor, divisor: int = 1, dtype: torch.dt
         if divisor == 1:
             torch.add(first, last, out=target)
         else:
-            torch.div(torch.add(first, last, out=running), divisor, out=target)
+            torch.div(torch.add(first, last, out=running), by, out=target)

@@ -1,9 +1,6 @@
 """Packing by the Triton kernel: under Triton's interpreter on the CPU, and on a GPU where there is one."""
 
 import importlib.util
-import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,36 +9,23 @@ from typing import Any
 import pack_bodies
 import pytest
 import torch
+from kernel_checks import capabilities, compiled, interpreted, needs_gpu, needs_triton
 
 from adaptra.errors import MissingExtraError
 from adaptra.graph.ops.specs import TensorSpec
 from adaptra.runtime.devices import pack
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed here: pip install 'adaptra[gpu]'"
-)
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
-
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict[str, str | None]:
-    """What the checks found in a process of their own under the interpreter."""
-    done = subprocess.run(
-        [sys.executable, str(Path(pack_bodies.__file__))],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def results() -> dict[str, str | None]:
+    """What the checks found under the interpreter."""
+    return interpreted(pack_bodies)
 
 
 @needs_triton
 @pytest.mark.parametrize("name", pack_bodies.CHECKS)
-def test_interpreted(interpreted: dict[str, str | None], name: str) -> None:
-    assert interpreted[name] is None, interpreted[name]
+def test_interpreted(results: dict[str, str | None], name: str) -> None:
+    assert results[name] is None, results[name]
 
 
 @needs_triton
@@ -90,14 +74,10 @@ def test_only_what_is_not_flat_yet_is_packed() -> None:
 
 @needs_triton
 @pytest.mark.parametrize(("width", "is_narrowed", "is_wide"), [(8, False, False), (32, True, False), (64, False, True)])
-@pytest.mark.parametrize("capability", [80, 90])
+@capabilities
 def test_it_compiles_for_gpus_that_are_not_here(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capability: int, width: int, is_narrowed: bool, is_wide: bool
 ) -> None:
-    import triton  # pyright: ignore[reportMissingImports] - an extra
-    from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports] - an extra
-    from triton.compiler import ASTSource  # pyright: ignore[reportMissingImports] - an extra
-
     from adaptra.runtime.devices import pack_kernel
 
     copy_flat: Any = pack_kernel.copy_flat
@@ -109,8 +89,5 @@ def test_it_compiles_for_gpus_that_are_not_here(
         "source": f"*i{width}",
         "target": "*i16" if is_narrowed else f"*i{width}",
         **dict.fromkeys(numbers, "i64" if is_wide else "i32"),
-        **dict.fromkeys(constants, "constexpr"),
     }
-    made = triton.compile(ASTSource(copy_flat, types, constants), target=GPUTarget("cuda", capability, 32))
-    assert f".target sm_{capability}" in made.asm["ptx"]
-    assert made.asm["cubin"]
+    compiled(copy_flat, types, constants, capability)
