@@ -426,7 +426,8 @@ MATRIX = (*ALL, *IN_ORDER)
 
 def run_matrix(rank: int, name: str, bodies: Sequence[Callable[[Transport], None]] = MATRIX, **options: Any) -> dict[str, str]:
     """Every body on a transport of its own, made with these options; what went wrong, by the name of the body."""
-    torch.distributed.init_process_group("gloo")
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
     failures: dict[str, str] = {}
     for body in bodies:
         transport = create_transport(name, **options)
