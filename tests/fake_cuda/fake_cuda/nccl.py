@@ -220,6 +220,10 @@ class ProcessGroupNCCL(ProcessGroup):
         """Return ``nccl``."""
         return "nccl"
 
+    def get_group_store(self) -> Store:
+        """Return the store by which its ranks met."""
+        return self._kept_store
+
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Make the communicator of all ranks now."""
         self._all(device.index)
