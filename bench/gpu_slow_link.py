@@ -337,7 +337,7 @@ def count_gpus(arguments: Namespace) -> int:
 
 
 def main() -> int:
-    """Run all rows and print the table, or say why nothing can run. The exit status is 1 if a row failed."""
+    """Run all rows and print the table, or say why nothing can run. The status is 1 if a row failed, or if losses differ."""
     arguments = read_arguments()
     gpus = min(count_gpus(arguments), MOST_RANKS)
     ranks = arguments.ranks or (SHARING if gpus == 1 else gpus)
@@ -365,7 +365,8 @@ def main() -> int:
     print("did not run:" if outcome.skipped else "all rows ran", file=where)
     for name, reason in outcome.skipped.items():
         print(f"- {name}: {reason}", file=where)
-    return int(any(reason.startswith(FAILED) for reason in outcome.skipped.values()))
+    has_failed = any(reason.startswith(FAILED) for reason in outcome.skipped.values())
+    return int(has_failed or any(cell.has_equal_losses is False for cell in outcome.cells))
 
 
 if __name__ == "__main__":
