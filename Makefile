@@ -19,10 +19,10 @@ ON_FAKE_CUDA := $(addprefix tests/,graph/backward graph/ops/test_fresh_tensors.p
 ON_ALL_CORES := --numprocesses=logical --dist=worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test lint types docs cxx unit processes alone fake_cuda rdma checks aside versions gpu bench clean
+.PHONY: help setup demo check test lint types docs cxx unit processes alone fake_cuda rdma checks aside versions gpu gpu-slow-link bench clean
 
 help: ## name every target
-	@sed -nE 's/^([a-z_]+):[^#]*## (.*)$$/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
+	@sed -nE 's/^([a-z_-]+):[^#]*## (.*)$$/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
 
 setup: $(READY) ## make the virtual environment and build the extension
 
@@ -111,12 +111,15 @@ versions: $(READY) ## unit tests and the demo with Python 3.11 to 3.13 and torch
 	$(BIN)/python bench/versions.py
 
 # Ends at once, and with an error, where there is no GPU.
-gpu: $(READY) ## all that needs a GPU: tests and two tables
+gpu: $(READY) ## all that needs a GPU: tests and a table
 	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else \
 		f"make gpu: torch {torch.__version__} finds no CUDA device, so nothing was tested: see CONTRIBUTING.md")'
 	$(BIN)/pytest -m gpu -rs
 	$(BIN)/python bench/pack.py
-	$(BIN)/python bench/head_of_line.py
+
+# Up to ten minutes. It finds out what can run here, and lists the rest with its reasons; --help says more.
+gpu-slow-link: $(READY) ## torch and adaptra on GPUs while a link turns slow: a table
+	$(BIN)/python bench/gpu_slow_link.py
 
 bench: $(READY) ## measure the figures of docs/benchmarks.md again
 	$(BIN)/python bench/simulate.py
@@ -129,7 +132,6 @@ bench: $(READY) ## measure the figures of docs/benchmarks.md again
 	$(BIN)/python bench/slow_link.py
 	$(BIN)/python bench/delegate.py
 	$(BIN)/python bench/failover.py
-	$(BIN)/python bench/head_of_line.py
 	$(BIN)/python bench/switching.py
 	$(BIN)/python bench/compile_cost.py
 	$(BIN)/python bench/split.py

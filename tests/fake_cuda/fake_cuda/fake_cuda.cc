@@ -650,6 +650,11 @@ class Call {
       synchronize(device_, schema_.name() + " (whose sizes the stand-in can't foresee)");
       return at_once();
     }
+    // The mean and deviation of a LayerNorm are float32 without memory and on CUDA; the CPU's kernels take its own dtype.
+    if (schema_.name() == "aten::native_layer_norm") {
+      const auto& scale = arguments_[2].isTensor() ? arguments_[2] : arguments_[0];
+      for (auto i : {1, 2}) shapes[i] = shapes[i].toTensor().to(scale.toTensor().scalar_type());
+    }
     std::vector<c10::IValue> outputs;
     std::vector<std::vector<at::Tensor>> made(shapes.size());
     std::size_t written = 0;
