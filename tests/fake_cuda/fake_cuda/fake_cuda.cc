@@ -770,6 +770,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   library.impl("view", TORCH_FN(at::native::view));
   library.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
+  library.impl("set_.source_Storage", TORCH_FN(at::native::set_));
+  library.impl("set_.source_Storage_storage_offset", TORCH_FN(at::native::set_storage_cpu_));
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
