@@ -80,6 +80,13 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     const auto index = device.index() < 0 ? current_device : device.index();
     return c10::Stream(c10::Stream::UNSAFE, {c10::DeviceType::CUDA, index}, call("new_stream", index).cast<int64_t>());
   }
+  // gloo takes a stream for each operation on the device's tensors, and waits for it.
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    if (!is_running()) return;
+    py::gil_scoped_acquire gil;
+    call("waited", "stream.synchronize", stream.device_index(), stream.id());
+  }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     const auto before = getStream(stream.device());
     stream_of[stream.device_index()] = stream.id();
