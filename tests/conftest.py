@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,23 @@ def on_device(request: pytest.FixtureRequest) -> Iterator[None]:
         pytest.skip(reason)
     with on_the_stand_in():
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """With ``--device=cuda``, have also the tensors that test modules make when they are imported on the stand-in."""
+    with _of_tests(collector):
+        return (yield)
+
+
+def _of_tests(collector: pytest.Collector) -> AbstractContextManager[Any]:
+    """Where a module's tensors are made. The stand-in's own tests name their devices."""
+    is_on_cuda = collector.config.getoption("--device") == "cuda"
+    if not is_on_cuda or not isinstance(collector, pytest.Module) or "tests/fake_cuda/" in collector.nodeid:
+        return nullcontext()
+    from fake_cuda.made_by_tests import MadeByTests
+
+    return MadeByTests()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

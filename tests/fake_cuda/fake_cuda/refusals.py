@@ -21,6 +21,9 @@ REFUSALS: Final = {
     "tests/end_to_end/test_architectures.py::test_it_trains_bitwise_as_in_one_process[Mixtral": (
         "torch's fake tensors of cuda take a grouped product of matrices in bfloat16 only, and its experts are float32"
     ),
+    "tests/frontend/test_api.py::test_a_model_that_cannot_be_captured_is_told_with_its_line": (
+        "the innermost line is that of the mode that puts tensors of tests on the device"
+    ),
     "tests/frontend/test_dynamo": _DYNAMO,
     "tests/frontend/arguments/test_wrapped_models.py::test_a_wrapped_model_is_refused_by_torch_compile": _DYNAMO,
 }
