@@ -53,4 +53,4 @@ def test_both_ways_of_a_class_have_communicators_of_their_own() -> None:
     reason=f"NCCL needs a GPU for each of two ranks: torch finds {torch.cuda.device_count()} here",
 )
 def test_both_ways_of_a_class_over_nccl() -> None:
-    run_processes(exchange, 2, "cuda")
+    run_processes(exchange, 2, "cuda", is_fresh=True)
