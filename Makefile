@@ -12,18 +12,8 @@ CXX_SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h')
 CXX_TESTS := $(wildcard tests/cxx/*.cc tests/cxx/*.h tests/links/*.cc tests/links/*.h)
 FUZZ_SECONDS ?= 10
 ONE_PROCESS := not processes and not root and not rdma
-# The suites that run on the stand-in for CUDA (tests/fake_cuda) as they are. Others do too, by pytest --device=cuda.
-ON_FAKE_CUDA := $(addprefix tests/,graph/backward graph/ops/test_fresh_tensors.py runtime/devices/test_device_clock.py \
-	runtime/worker/step/test_step_end.py runtime/worker/step/test_executor.py::test_a_weight_gradient_waits_for_no_message \
-	runtime/reconfigure/test_split_change.py::test_a_shared_parameter_gets_and_loses_copies \
-	frontend/test_shapes.py::test_a_cut_that_moves_compiles_shapes_again_for_the_new_stages \
-	frontend/test_outputs.py::test_a_model_that_returns_its_loss_under_autocast \
-	frontend/weights/test_meta_models.py::test_values_are_those_of_one_process \
-	frontend/saved/test_optimizer_state.py::test_a_run_goes_on_from_before_and_after_the_first_step \
-	frontend/pipeline/test_grad_scaler.py::test_scaled_training_is_bitwise_that_of_one_process[split1-fused_adamw] \
-	integrations/test_pipeline_trainer.py::test_label_smoothing_and_bfloat16_are_bitwise \
-	end_to_end/test_training_processes.py::test_models_train_bitwise_over_the_delegate \
-	$(addprefix end_to_end/test_architectures.py::test_it_trains_bitwise_as_in_one_process,[GPT-2-2] [ResNet-50-2] [U-Net-2]))
+# The suites that run on the stand-in for CUDA (tests/fake_cuda) as they are.
+ON_FAKE_CUDA := @tests/fake_cuda/suites.txt
 ON_ALL_CORES := --numprocesses=logical --dist=worksteal
 
 .DEFAULT_GOAL := help
@@ -119,11 +109,8 @@ versions: $(READY) ## unit tests and the demo with Python 3.11 to 3.13 and torch
 	$(BIN)/python bench/versions.py
 
 # Ends at once, and with an error, where there is no GPU.
-gpu: $(READY) ## all that needs a GPU: tests and a table
-	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else \
-		f"make gpu: torch {torch.__version__} finds no CUDA device, so nothing was tested: see CONTRIBUTING.md")'
-	$(BIN)/pytest -m gpu -rs
-	$(BIN)/python bench/pack.py
+gpu: $(READY) ## all that needs a GPU: a table of what ran; GPU=--help says more
+	@$(BIN)/python tests/support/check_gpus.py $(GPU)
 
 # Up to ten minutes. It finds out what can run here, and lists the rest with its reasons; --help says more.
 gpu-slow-link: $(READY) ## torch and adaptra on GPUs while a link turns slow: a table
