@@ -35,9 +35,9 @@ Failures = tuple[dict[str, str], dict[str, str]]
 def run_on_devices(rank: int) -> Failures:
     """Run the bodies on a rank's device, where also their tensors are. The job's default group is NCCL's."""
     import torch
-    from fake_cuda.made_by_tests import on_the_stand_in
+    from fake_cuda.made_by_tests import on_cuda
 
-    with on_the_stand_in(rank):
+    with on_cuda(rank):
         torch.distributed.init_process_group("nccl")
         device = f"cuda:{rank}"
         return bodies.run_matrix(rank, "nccl", BODIES, device=device), bodies.run_matrix(rank, "c10d", OVER_GLOO, device=device)
