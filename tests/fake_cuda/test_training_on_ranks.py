@@ -26,7 +26,13 @@ def train(rank: int, device: str, transport: str | None) -> tuple[list[str], lis
         model.cuda()
     loss = nn.functional.cross_entropy
     pipe = adaptra.compile(
-        model, stages=STAGES, microbatches=4, example_inputs=(inputs, targets), loss=loss, transport=transport
+        model,
+        stages=STAGES,
+        microbatches=4,
+        example_inputs=(inputs, targets),
+        loss=loss,
+        transport=transport,
+        options=adaptra.Options(reduce=adaptra.Reduce(bucket=2048)),
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
     shown: list[str] = []
