@@ -13,16 +13,14 @@ CXX_TESTS := $(wildcard tests/cxx/*.cc tests/cxx/*.h tests/links/*.cc tests/link
 FUZZ_SECONDS ?= 10
 ONE_PROCESS := not processes and not root and not rdma
 # The suites that run on the stand-in for CUDA (tests/fake_cuda) as they are.
-ON_FAKE_CUDA := $(addprefix tests/,graph/backward graph/ops/test_fresh_tensors.py runtime/devices/test_device_clock.py \
-	end_to_end/test_training_processes.py::test_models_train_bitwise_over_the_delegate \
-	$(addprefix end_to_end/test_architectures.py::test_it_trains_bitwise_as_in_one_process,[GPT-2-2] [ResNet-50-2] [U-Net-2]))
+ON_FAKE_CUDA := @tests/fake_cuda/suites.txt
 ON_ALL_CORES := --numprocesses=logical --dist=worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test lint types docs cxx unit processes alone fake_cuda rdma checks aside versions gpu bench clean
+.PHONY: help setup demo check test lint types docs cxx unit processes alone fake_cuda rdma checks aside versions gpu gpu-slow-link bench clean
 
 help: ## name every target
-	@sed -nE 's/^([a-z_]+):[^#]*## (.*)$$/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
+	@sed -nE 's/^([a-z_-]+):[^#]*## (.*)$$/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
 
 setup: $(READY) ## make the virtual environment and build the extension
 
@@ -111,12 +109,12 @@ versions: $(READY) ## unit tests and the demo with Python 3.11 to 3.13 and torch
 	$(BIN)/python bench/versions.py
 
 # Ends at once, and with an error, where there is no GPU.
-gpu: $(READY) ## all that needs a GPU: tests and two tables
-	$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else \
-		f"make gpu: torch {torch.__version__} finds no CUDA device, so nothing was tested: see CONTRIBUTING.md")'
-	$(BIN)/pytest -m gpu -rs
-	$(BIN)/python bench/pack.py
-	$(BIN)/python bench/head_of_line.py
+gpu: $(READY) ## all that needs a GPU: a table of what ran; GPU=--help says more
+	@$(BIN)/python tests/support/check_gpus.py $(GPU)
+
+# Up to ten minutes. It finds out what can run here, and lists the rest with its reasons; --help says more.
+gpu-slow-link: $(READY) ## torch and adaptra on GPUs while a link turns slow: a table
+	$(BIN)/python bench/gpu_slow_link.py
 
 bench: $(READY) ## measure the figures of docs/benchmarks.md again
 	$(BIN)/python bench/simulate.py
@@ -129,7 +127,6 @@ bench: $(READY) ## measure the figures of docs/benchmarks.md again
 	$(BIN)/python bench/slow_link.py
 	$(BIN)/python bench/delegate.py
 	$(BIN)/python bench/failover.py
-	$(BIN)/python bench/head_of_line.py
 	$(BIN)/python bench/switching.py
 	$(BIN)/python bench/compile_cost.py
 	$(BIN)/python bench/split.py

@@ -292,6 +292,9 @@ class Engine:
     def allocate(self, size: int) -> Memory:
         """Allocate memory for messages to be sent."""
 
+    def stock(self, memory: Memory) -> None:
+        """Let the next slot for messages of this size lie in this memory, such as memory that a device has registered."""
+
     def reserve(self, peer: int, size: int, count: int) -> None:
         """Let a peer send at least ``count`` messages of ``size`` bytes in each class before any is released."""
 

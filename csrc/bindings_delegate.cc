@@ -181,6 +181,8 @@ void bind_engine(nb::module_& m) {
       .def("start", &Engine::start)
       .def(
           "allocate", [](Engine& engine, std::size_t size) { return Held{engine.allocate(size)}; }, nb::arg("size"))
+      .def(
+          "stock", [](Engine& engine, const Held& memory) { engine.stock(memory.pages); }, nb::arg("memory"))
       .def("reserve", &Engine::reserve, nb::arg("peer"), nb::arg("size"), nb::arg("count"),
            nb::call_guard<nb::gil_scoped_release>())
       .def(

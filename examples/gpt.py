@@ -40,15 +40,17 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out: (batch, length) integers to (batch, length, 256)."""
+    """Bytes in, logits of the next byte out: (batch, length) integers to (batch, length, vocabulary)."""
 
-    def __init__(self, blocks: int = 8, width: int = 64, heads: int = 4, length: int = 64) -> None:
+    def __init__(
+        self, blocks: int = 8, width: int = 64, heads: int = 4, length: int = 64, vocabulary: int = VOCABULARY
+    ) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, width)
+        self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Parameter(torch.randn(length, width) * 0.02)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(blocks)))
         self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head = nn.Linear(width, vocabulary, bias=False)
         for name, parameter in self.named_parameters():
             if name.endswith(("projection.weight", "narrow.weight")):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * blocks))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import inside
 import lab
 import linked_hosts as links
 import pytest
+from fake_cuda.building import has_cuda
 from fake_cuda.building import missing as fake_cuda_missing
 from fake_cuda.loading import enable as enable_fake_cuda
-from fake_cuda.refusals import cannot_run_on_cuda
+from fake_cuda.refusals import cannot_run_on_cuda, gives_no_bits
 from golden_files import check_golden
 from hypothesis import settings
 from late import skip_if_late
@@ -33,30 +35,70 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--accept-golden", action="store_true", help="write golden files instead of comparing with them")
     parser.addoption("--lab-kernel", type=Path, default=lab.CACHED_KERNEL, help="the kernel of tests marked rdma")
-    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: on the stand-in, see tests/fake_cuda")
+    parser.addoption(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: on a GPU, or on the stand-in of tests/fake_cuda"
+    )
     parser.addoption("--begin-before", type=float, help="skip the tests that would begin later than this time, as time.time()")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have torch take the stand-in for CUDA, before anything imports torch."""
-    if config.getoption("--device") == "cuda":
+    """Have torch take the stand-in for CUDA, before anything imports torch, unless there is a GPU."""
+    if config.getoption("--device") == "cuda" and not has_gpu():
         if (reason := fake_cuda_missing()) is not None:
             pytest.exit(f"--device=cuda: {reason}", returncode=0)
         enable_fake_cuda()
 
 
+def has_gpu() -> bool:
+    """Whether torch finds a GPU itself; cuBLAS then gives the same bits each time."""
+    if not has_cuda():
+        return False
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    return torch.cuda.is_available()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Skip a test on a GPU that has no deterministic kernel for one of its ops: there are no bits to compare."""
+    try:
+        return (yield)
+    except Exception as error:
+        if item.config.getoption("--device") == "cuda" and (reason := gives_no_bits(error)) is not None:
+            pytest.skip(reason)
+        raise
+
+
 @pytest.fixture(autouse=True)
 def on_device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """With ``--device=cuda``, tensors and modules that tests make are on the stand-in; what adaptra makes is left alone."""
+    """With ``--device=cuda``, tensors and modules that tests make are on the device; what adaptra makes is left alone."""
     if request.config.getoption("--device") == "cpu":
         yield
         return
-    from fake_cuda.made_by_tests import on_the_stand_in
+    from fake_cuda.made_by_tests import on_cuda
 
     if (reason := cannot_run_on_cuda(request.node.nodeid)) is not None:
         pytest.skip(reason)
-    with on_the_stand_in():
+    with on_cuda():
         yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """With ``--device=cuda``, have also the tensors that test modules make when they are imported on the stand-in."""
+    with _of_tests(collector):
+        return (yield)
+
+
+def _of_tests(collector: pytest.Collector) -> AbstractContextManager[Any]:
+    """Where a module's tensors are made. The stand-in's own tests name their devices."""
+    is_on_cuda = collector.config.getoption("--device") == "cuda"
+    if not is_on_cuda or not isinstance(collector, pytest.Module) or "tests/fake_cuda/" in collector.nodeid:
+        return nullcontext()
+    from fake_cuda.made_by_tests import MadeByTests
+
+    return MadeByTests()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

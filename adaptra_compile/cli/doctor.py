@@ -59,6 +59,8 @@ def report(findings: dict[str, Any]) -> str:
         lines.append(("accelerator", torch["accelerator"] or "none"))
         if torch["deterministic"] is not None:
             lines.append(("deterministic", torch["deterministic"]))
+        if torch["hardware_queues"] is not None:
+            lines.append(("hardware queues", torch["hardware_queues"]))
     lines += [(name, findings[name] or f"missing: pip install {name}") for name in ("sympy", "rich")]
     for extra, (packages, use) in EXTRAS.items():
         installed = findings["extras"][extra]["version"]
@@ -117,13 +119,16 @@ def _torch() -> dict[str, Any] | None:
     except ImportError:
         return None
     from adaptra.runtime.devices.determinism import why_not_on_a_gpu
+    from adaptra.runtime.devices.hardware_queues import why_too_few
 
     available = distributed.is_available()
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    is_gpu = accelerator is not None and accelerator.type == "cuda"
     return {
         "version": torch.__version__,
         "accelerator": None if accelerator is None else f"{torch.accelerator.device_count()} × {accelerator.type}",
-        "deterministic": (why_not_on_a_gpu() or "possible") if accelerator is not None and accelerator.type == "cuda" else None,
+        "deterministic": (why_not_on_a_gpu() or "possible") if is_gpu else None,
+        "hardware_queues": (why_too_few() or "enough") if is_gpu else None,
         "distributed": {name: available and distributed.is_backend_available(name) for name in _BACKENDS},
     }
 

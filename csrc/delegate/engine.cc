@@ -62,8 +62,25 @@ void Engine::start() {
   pthread_setname_np(thread_.native_handle(), "delegate");
 }
 
-std::shared_ptr<const Pages> Engine::make_pages(std::size_t bytes) {
+std::shared_ptr<const Pages> Engine::allocate(std::size_t bytes) {
   return std::make_shared<const Pages>(next_memory_.fetch_add(1, std::memory_order_relaxed), bytes);
+}
+
+void Engine::stock(std::shared_ptr<const Pages> pages) {
+  const std::lock_guard lock(stock_mutex_);
+  stock_[pages->memory().bytes.size()].push_back(std::move(pages));
+}
+
+std::shared_ptr<const Pages> Engine::make_pages(std::size_t bytes) {
+  {
+    const std::lock_guard lock(stock_mutex_);
+    if (const auto found = stock_.find(bytes); found != stock_.end() && !found->second.empty()) {
+      std::shared_ptr<const Pages> pages = std::move(found->second.back());
+      found->second.pop_back();
+      return pages;
+    }
+  }
+  return allocate(bytes);
 }
 
 void Engine::check_peer(std::uint32_t peer) const {

@@ -54,7 +54,9 @@ class Engine final : private Host, private Connector::Owner {
   void start();
 
   // Memory for messages to be sent.
-  [[nodiscard]] std::shared_ptr<const Pages> allocate(std::size_t bytes) { return make_pages(bytes); }
+  [[nodiscard]] std::shared_ptr<const Pages> allocate(std::size_t bytes);
+  // Lets the next slot for messages of this size lie in this memory, such as memory that a device has registered.
+  void stock(std::shared_ptr<const Pages> pages);
 
   // Let a peer send `count` messages of `bytes` bytes, in each class, before any is released.
   void reserve(std::uint32_t peer, std::uint64_t bytes, std::size_t count);
@@ -121,6 +123,9 @@ class Engine final : private Host, private Connector::Owner {
   const std::uint32_t rank_, world_size_;
   const Timing timing_;
   std::atomic<std::uint64_t> next_memory_{1};
+
+  std::mutex stock_mutex_;
+  std::map<std::size_t, std::vector<std::shared_ptr<const Pages>>> stock_;  // by size, for slots to come
 
   mutable std::mutex mutex_;  // guards all below; held by the thread that moves messages
   EpollPoller poller_;

@@ -163,6 +163,15 @@ class FaultyTransport(Transport):
         """See :meth:`Transport.reserve`."""
         self._transport.reserve(counts)
 
+    def prepare(
+        self,
+        sent: Mapping[MessageSpec, int],
+        received: Mapping[tuple[int, MessageSpec], int],
+        lane: str | None = None,
+    ) -> None:
+        """See :meth:`Transport.prepare`."""
+        self._transport.prepare(sent, received, lane)
+
     def stand_by(self, source_rank: int, like: Identity, count: int) -> None:
         """See :meth:`Transport.stand_by`."""
         self._transport.stand_by(source_rank, like, count)

@@ -223,9 +223,7 @@ class Carriers:
             return create_transport(self.name, edges=edges, addresses=self.addresses, **here)
         if self.name == "delegate":
             return create_transport(self.name, addresses=self.addresses, **here)
-        # gloo carries tensors of a GPU by way of the host.
-        backend = {"backend": "gloo"} if self.name == "c10d" else {}
-        transport = create_transport(self.name, **here, **backend)
+        transport = create_transport(self.name, **here)
         if not self.with_delegate:
             return transport
         return LanedTransport(transport, {"delegate": create_transport("delegate", addresses=self.addresses, **here)})

@@ -377,6 +377,23 @@ class Transport(ABC):
             count: The number of messages.
         """
 
+    def prepare(  # noqa: B027 - few have anything to do
+        self,
+        sent: Mapping[MessageSpec, int],
+        received: Mapping[tuple[int, MessageSpec], int],
+        lane: str | None = None,
+    ) -> None:
+        """Do ahead what the first messages of a program would wait for, such as to pin their memory. Runs beside training.
+
+        Args:
+            sent: For the specs of a message, the largest number of such messages that are under way at a time.
+            received: For (source rank, specs of a message), the largest number that are posted or kept at a time.
+            lane: The lane that they take, see :meth:`use_lanes`.
+
+        Raises:
+            LaunchError: A device refuses.
+        """
+
     def use_lanes(self, step: int, program: Program) -> None:
         """Let each message from ``step`` on travel on the lane of its ops in the lowered program.
 

@@ -110,6 +110,15 @@ class LanedTransport(Transport):
         for transport in self._all:
             transport.reserve(counts)
 
+    def prepare(
+        self,
+        sent: Mapping[MessageSpec, int],
+        received: Mapping[tuple[int, MessageSpec], int],
+        lane: str | None = None,
+    ) -> None:
+        """See :meth:`Transport.prepare`."""
+        (self._default if lane is None else self._lanes[lane]).prepare(sent, received)
+
     def clock_of(self, rank: int) -> float:
         """See :meth:`Transport.clock_of`."""
         return self._default.clock_of(rank)

@@ -179,30 +179,27 @@ def copy_into(views: Sequence[Tensor], tensors: Sequence[Tensor], *, non_blockin
 
 
 class MessageBuffer:
-    """The memory of one message of given specs, with the views of its tensors.
+    """The host's memory of one message of given specs, with the views of its tensors.
 
     Args:
         specs: One per tensor.
-        device: The device of the wire.
         is_pinned: Whether a GPU copies to and from the memory, which is the host's.
 
     Attributes:
         specs: One per tensor.
-        first: The first part, (HEADER_BYTES + INLINE_BYTES,) uint8 on the wire's device: the header, and small tensors.
-        rest: The tensors, uint8 on the wire's device, if they are too large for the first part; else None.
+        first: The first part, (HEADER_BYTES + INLINE_BYTES,) uint8: the header, and small tensors.
+        rest: The tensors, uint8, if they are too large for the first part; else None.
         flat: All tensors, (bytes,) uint8, a view of either part.
         views: The tensors as they travel, views of ``flat``.
     """
 
-    def __init__(self, specs: MessageSpec, device: torch.device, *, is_pinned: bool = False) -> None:
+    def __init__(self, specs: MessageSpec, *, is_pinned: bool = False) -> None:
         self.specs = specs
         self._rule = Header(specs)
-        self._header, self._header_tensor = shared_memory(HEADER_BYTES + INLINE_BYTES, is_pinned=is_pinned)
-        is_host = device.type == "cpu"
-        self.first = self._header_tensor if is_host else torch.empty_like(self._header_tensor, device=device)
+        self._header, self.first = shared_memory(HEADER_BYTES + INLINE_BYTES, is_pinned=is_pinned)
         total = flat_bytes(specs)
         is_large = total > INLINE_BYTES
-        self.rest = torch.empty(total, dtype=torch.uint8, device=device, pin_memory=is_pinned) if is_large else None
+        self.rest = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=is_pinned) if is_large else None
         self.flat = self.first[HEADER_BYTES : HEADER_BYTES + total] if self.rest is None else self.rest
         self.views = views_of(self.flat, specs)
 
@@ -218,8 +215,6 @@ class MessageBuffer:
     def seal(self, identity: Identity, attempt: Attempt, sent_at: float | None) -> None:
         """Write the header of the message whose tensors are in the buffer; it is sent now if ``sent_at`` is None."""
         self._rule.pack_into(self._header, identity, attempt, now() if sent_at is None else sent_at)
-        if self.first is not self._header_tensor:
-            self.first[:HEADER_BYTES].copy_(self._header_tensor[:HEADER_BYTES])
 
     def check(self, expected: Identity) -> float:
         """Read the received header.
@@ -230,10 +225,8 @@ class MessageBuffer:
         Raises:
             TransportError: It is another message; names the edge, the expected message and the received one.
         """
-        if self.first is not self._header_tensor:
-            self._header_tensor[:HEADER_BYTES].copy_(self.first[:HEADER_BYTES])
         return self._rule.check(self._header, expected)
 
-    def tensors(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the tensors of a received message on ``device``: views of this buffer if neither device nor dtype changes."""
-        return tuple(view.detach().to(device).to(spec.dtype) for view, spec in zip(self.views, self.specs, strict=True))
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors of a received message, views of this buffer if they were not rounded."""
+        return tuple(view.detach().to(spec.dtype) for view, spec in zip(self.views, self.specs, strict=True))

@@ -70,7 +70,19 @@ class PipelineTransport(Transport):
 
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
         """See :meth:`Transport.reserve`. The reservation is that of the whole job."""
-        self._job.reserve({(self.members[rank], specs): count for (rank, specs), count in counts.items()})
+        self._job.reserve(self._of_job(counts))
+
+    def prepare(
+        self,
+        sent: Mapping[MessageSpec, int],
+        received: Mapping[tuple[int, MessageSpec], int],
+        lane: str | None = None,
+    ) -> None:
+        """See :meth:`Transport.prepare`."""
+        self._job.prepare(sent, self._of_job(received), lane)
+
+    def _of_job(self, counts: Mapping[tuple[int, MessageSpec], int]) -> dict[tuple[int, MessageSpec], int]:
+        return {(self.members[rank], specs): count for (rank, specs), count in counts.items()}
 
     def stand_by(self, source_rank: int, like: Identity, count: int) -> None:
         """See :meth:`Transport.stand_by`."""

@@ -15,7 +15,6 @@ import os
 from collections import defaultdict
 from collections.abc import Collection
 from datetime import timedelta
-from itertools import permutations
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -186,23 +185,9 @@ def control_plane(members: Members) -> Store:
     return signed_together(Part("adaptra", clone(keys_of(members.name))), *members)
 
 
-def make_groups(
-    members: Members, backend: str, *, one_way: bool
-) -> dict[tuple[ChannelClass, tuple[int, int] | None], ProcessGroup]:
-    """Make the communicators: one per class of channels or, if they are to be ``one_way``, one per channel.
-
-    Returns:
-        The communicators by class and, if they are one-way, by the source and the destination.
-    """
-    pairs: list[tuple[int, int] | None] = list(permutations(range(members.size), 2)) if one_way else [None]
-    groups: dict[tuple[ChannelClass, tuple[int, int] | None], ProcessGroup] = {}
-    for channel in ChannelClass:
-        for pair in pairs:
-            if pair is None or members.rank in pair:
-                which = members.part(f"{channel.name.lower()}/{pair or 'all'}")
-                among = which if pair is None else which._replace(rank=pair.index(members.rank), size=len(pair))
-                groups[channel, pair] = new_group(among, backend, FOR_EVER)
-    return groups
+def make_groups(members: Members) -> dict[ChannelClass, ProcessGroup]:
+    """Make a communicator of gloo for each class of channels."""
+    return {channel: new_group(members.part(channel.name.lower()), "gloo", FOR_EVER) for channel in ChannelClass}
 
 
 def end_waits(group: ProcessGroup) -> None:

@@ -39,9 +39,8 @@ def create_transport(transport: str | Transport, **options: Any) -> Transport:
 
     Args:
         transport: A name, or a transport, which is returned as it is.
-        options: Passed to the named transport: ``hub`` and ``rank`` for ``local``; ``members``, ``device`` and ``backend`` for
-            ``c10d``; ``members``, ``device``, ``addresses`` and ``timing`` for ``delegate``. For ``nccl`` these and
-            ``edges``.
+        options: Passed to the named transport: ``hub`` and ``rank`` for ``local``; ``members`` and ``device`` for ``c10d``. For
+            ``delegate`` these, ``addresses`` and ``timing``, and for ``nccl`` ``edges`` too.
 
     Raises:
         LaunchError: No transport or several have that name, or it can't be loaded or does not return a transport. Or options

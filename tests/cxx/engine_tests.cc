@@ -125,6 +125,21 @@ void test_strangers() {
   }
 }
 
+// Memory that a device has registered takes the next message of its size.
+void test_a_slot_lies_in_stocked_memory() {
+  Two two;
+  const auto pages = two.engines[1]->allocate(1000);
+  two.engines[1]->stock(pages);
+  two.engines[1]->reserve(0, 1000, 2);
+  for (const bool is_first : {true, false}) {
+    const auto receive = two.engines[1]->receive(0, ChannelClass::kForward, 1000);
+    const auto send = two.engines[0]->send(1, ChannelClass::kForward, two.engines[0]->allocate(1000), 1000, Clock::now());
+    check(send->wait(kPatience) == Outcome::kDone && receive->wait(kPatience) == Outcome::kDone, "a message to arrive");
+    const bool is_there = receive->pages()->memory().bytes.data() == pages->memory().bytes.data();
+    check(is_there == is_first, "the stocked memory to take one message, and new memory the next");
+  }
+}
+
 bool has_bulk(const Engine& engine) {
   const auto reports = engine.channels();
   return std::any_of(reports.begin(), reports.end(),
@@ -213,6 +228,7 @@ void test_an_activation_overtakes_bulk() {
 
 void test_engines() {
   test_an_activation_overtakes_bulk();
+  test_a_slot_lies_in_stocked_memory();
   test_bulk_is_opened_by_its_first_message();
   test_bulk_gives_way();
   test_all_channels_at_a_time();

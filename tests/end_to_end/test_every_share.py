@@ -86,7 +86,7 @@ def train(rank: int, programs: Sequence[Program]) -> tuple[Trained, Trained]:
                     optimizer.step()
                     optimizer.zero_grad()
             state = {
-                name: hashlib.sha256(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+                name: hashlib.sha256(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
                 for name, value in pipe.state_dict().items()
             }
             return Trained(losses, state, away)

@@ -296,12 +296,12 @@ def test_parameters_that_several_ranks_share_train_bitwise(name: str, placement:
         assert pipe.eval_step(*args, **kwargs).isfinite()
 
 
-@pytest.mark.parametrize("in_order", [False, True], ids=["gloo's", "NCCL's"])
+@pytest.mark.parametrize("in_order", [False, True], ids=["gloo's", "one queue a channel"])
 @pytest.mark.parametrize(("placement", "stages"), [("v", 4), ("interleaved-3", 6), ([0, 1, 2, 1, 0, 0], 6)])
 def test_channels_are_received_in_the_order_of_their_sends(
     placement: Any, stages: int, in_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under the contracts of gloo and of NCCL: then no message waits for one behind it, whatever carries a channel."""
+    """Under the contract of gloo, and of one queue a channel: no message waits for one behind it."""
     contract = replace(local.CONTRACT, send_waits_for_receiver=True, in_order=in_order, one_way=in_order)
     monkeypatch.setattr(local, "CONTRACT", contract)
     sent, received = defaultdict[object, list[object]](list), defaultdict[object, list[object]](list)

@@ -141,19 +141,6 @@ def test_three_stages_on_each_rank_train_bitwise_as_one_process(transport: str, 
     check(run_processes(train_examples, ranks, ranks, INTERLEAVED, transport, "interleaved-3"))
 
 
-def train_under_nccls_contract(rank: int) -> dict[Any, Any]:
-    """Train over gloo with a communicator for every channel, late receives and no probes."""
-    from adaptra.runtime.transports.c10d import c10d
-
-    c10d.CONTRACTS["gloo"] = c10d.CONTRACTS["nccl"]
-    return train_examples(rank, 2, [("mixed", "float32", 6, None, None)], "c10d", "interleaved-3")
-
-
-def test_interleaved_stages_train_under_the_contract_of_nccl() -> None:
-    """What NCCL itself would carry, but for its kernels."""
-    check(run_processes(train_under_nccls_contract, 2))
-
-
 def train_with_lanes(rank: int) -> tuple[list[str], tuple[tuple[int, int], ...], set[tuple[int, int]]]:
     """Both directions of one edge by the delegate, all else by gloo."""
     import torch.distributed as dist

@@ -6,16 +6,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from fake_cuda.loading import is_enabled
 
 if TYPE_CHECKING:
     from fake_cuda.machine import Machine
 
 
 @pytest.fixture(autouse=True)
-def on_device(request: pytest.FixtureRequest) -> None:
+def on_device() -> None:
     """Tests here name their devices themselves."""
-    if request.config.getoption("--device") != "cuda":
-        pytest.skip("it needs the stand-in for CUDA: make fake_cuda, or pytest --device=cuda")
+    if not is_enabled():
+        pytest.skip("it needs the stand-in for CUDA: make fake_cuda, or pytest --device=cuda with a torch for CPUs")
 
 
 @pytest.fixture

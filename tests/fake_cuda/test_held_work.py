@@ -52,6 +52,21 @@ def test_the_host_waits_for_what_it_reads(machine: Machine) -> None:
     assert any(name.startswith(".item() at test_held_work.py") for name in machine.syncs), machine.syncs
 
 
+def test_a_layer_norm_of_bfloat16_behind_held_work_gives_the_bits_of_one_at_once(machine: Machine) -> None:
+    import torch
+
+    gradients: list[list[list[float]]] = []
+    for is_held in (False, True):
+        values = torch.arange(8, dtype=torch.bfloat16, device="cuda").view(2, 4).requires_grad_()
+        gate = machine.hold() if is_held else None
+        torch.nn.functional.layer_norm(values, (4,), torch.ones_like(values[0])).pow(2).sum().backward()
+        if gate is not None:
+            gate.release()
+        assert values.grad is not None
+        gradients.append(values.grad.tolist())
+    assert gradients[0] == gradients[1]
+
+
 def test_a_use_without_a_wait_finds_other_values(machine: Machine) -> None:
     import torch
 

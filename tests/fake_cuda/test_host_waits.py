@@ -73,7 +73,8 @@ def shown(waits: Counter[str], own: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("transport", "replicas", "name"), [("delegate", 1, "delegate"), ("c10d", 1, "c10d"), ("delegate", 2, "replicas")]
+    ("transport", "replicas", "name"),
+    [("delegate", 1, "delegate"), ("c10d", 1, "c10d"), ("nccl", 1, "nccl"), ("delegate", 2, "replicas")],
 )
 def test_the_host_waits_for_the_device_where_it_is_allowed_to_alone(
     golden: Callable[[str, str], None], transport: str, replicas: int, name: str

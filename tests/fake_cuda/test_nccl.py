@@ -130,6 +130,22 @@ def test_two_ranks_on_one_device_are_refused(on_two_ranks: Callable[..., list[An
         on_two_ranks(exchange, devices=(1, 1))
 
 
+@pytest.mark.parametrize("extra", [0, 1], ids=["that match", "of other sizes"])
+def test_a_batch_of_sends_and_receives_has_no_order(
+    on_two_ranks: Callable[..., list[Any]], machine: Machine, extra: int
+) -> None:
+    import torch
+
+    def body(rank: int, group: Any) -> list[float]:
+        sent, got = torch.full((2 + rank * extra,), float(rank + 1), device="cuda"), torch.zeros(2, device="cuda")
+        group.exchange([sent], [got], 1 - rank).wait()
+        return got.tolist() if not extra else []
+
+    assert on_two_ranks(body) == ([[2.0, 2.0], [1.0, 1.0]] if not extra else [[], []])
+    torch.cuda.synchronize(0)
+    assert kinds(machine) == (["ORDER"] if extra else [])
+
+
 @pytest.mark.parametrize("fault", ["operations", "sizes", "both send"])
 def test_orders_that_differ_between_ranks_are_reported(
     on_two_ranks: Callable[..., list[Any]], machine: Machine, fault: str

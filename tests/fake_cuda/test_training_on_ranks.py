@@ -6,52 +6,7 @@ import pytest
 from errors_table import check_documented
 from processes import run_processes
 
-STAGES = DEVICES = 2
 SOON = 120.0
-
-
-def train(rank: int, device: str, transport: str | None) -> tuple[list[str], list[str]]:
-    """Return the losses and weights of three steps as text, and what the stand-in reports. The batch lies on the host."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-
-    import adaptra
-
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 5))
-    inputs, targets = torch.randn(16, 8), torch.randint(0, 5, (16,))
-    if device == "cuda":
-        torch.cuda.set_device(rank % DEVICES)
-        model.cuda()
-    loss = nn.functional.cross_entropy
-    pipe = adaptra.compile(
-        model,
-        stages=STAGES,
-        microbatches=4,
-        example_inputs=(inputs, targets),
-        loss=loss,
-        transport=transport,
-        options=adaptra.Options(reduce=adaptra.Reduce(bucket=2048)),
-    )
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
-    shown: list[str] = []
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss_of_step = pipe.step(inputs, targets)
-        assert loss_of_step.device.type == device
-        shown.append(float(loss_of_step).hex())
-        shown.append(float(pipe.clip_grad_norm_(1.0)).hex())
-        optimizer.step()
-    shown += [str(value.cpu().tolist()) for value in pipe.full_state_dict().values()]
-    shown.append(float(pipe.eval_step(inputs, targets)).hex())
-    pipe.close()
-    dist.destroy_process_group()
-    if device == "cpu":
-        return shown, []
-    from fake_cuda.machine import the_machine
-
-    return shown, [*map(str, the_machine().detector.reports)]
 
 
 @pytest.mark.parametrize(
@@ -60,10 +15,13 @@ def train(rank: int, device: str, transport: str | None) -> tuple[list[str], lis
     ids=["delegate by default", "c10d", "two replicas, two ranks on each device"],
 )
 def test_ranks_train_on_their_devices_as_on_the_cpu(ranks: int, transport: str | None) -> None:
-    on_cpu = run_processes(train, ranks, "cpu", "c10d", timeout=SOON)
-    on_cuda = run_processes(train, ranks, "cuda", transport, timeout=SOON)
-    assert [shown for shown, _ in on_cuda] == [shown for shown, _ in on_cpu]
-    assert not [one for _, reports in on_cuda for one in reports]
+    from cuda_training import Training, train
+
+    on_cpu = run_processes(train, ranks, Training(device="cpu", transport="c10d"), timeout=SOON)
+    on_cuda = run_processes(train, ranks, Training(transport=transport), timeout=SOON)
+    for (expected,), (trained,) in zip(on_cpu, on_cuda, strict=True):
+        assert trained.is_bitwise(expected)
+        assert not trained.reports
 
 
 def test_a_batch_on_another_device_is_refused_at_the_door() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from typing import Any
 
 import pytest
@@ -20,76 +17,13 @@ def four_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(DEVICES, "4")
 
 
-def model_and_batch() -> tuple[Any, Any, Any]:
-    import torch
-    from torch import nn
+def train_over(rank: int, backend: str, training: Any) -> Any:
+    """Train over one of torch's two backends for NCCL."""
+    from cuda_training import train
+    from fake_cuda import nccl_backends
 
-    torch.manual_seed(0)
-    hidden = [nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64)] * 1
-    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), *hidden, nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 5))
-    return model, torch.randn(16, 8), torch.randint(0, 5, (16,))
-
-
-def train(rank: int, device: str, transport: str, stages: int, backend: str, placement: str) -> dict[str, Any]:
-    """Return the losses and weights of three steps as text, what the stand-in reports, and what was made and waited for."""
-    import torch
-    import torch.distributed as dist
-    from torch import nn
-
-    import adaptra
-
-    model, inputs, targets = model_and_batch()
-    if device == "cuda":
-        from fake_cuda import nccl_backends
-
-        nccl_backends.use(backend)
-        torch.cuda.set_device(rank)
-        model.cuda()
-    pipe = adaptra.compile(
-        model,
-        stages=stages,
-        microbatches=4,
-        example_inputs=(inputs, targets),
-        loss=nn.functional.cross_entropy,
-        transport=transport,
-        placement=placement,
-    )
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
-    shown: list[str] = []
-    made = communicators()
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = pipe.step(inputs, targets)
-        assert loss.device.type == device
-        shown.append(float(loss).hex())
-        shown.append(float(pipe.clip_grad_norm_(1.0)).hex())
-        optimizer.step()
-        assert communicators() == made, f"step {step} has made one"
-    shown += [str(value.cpu().tolist()) for value in pipe.full_state_dict().values()]
-    shown.append(float(pipe.eval_step(inputs, targets)).hex())
-    pipe.close()
-    dist.destroy_process_group()
-    return {"shown": shown, "reports": reports(), "made": made}
-
-
-def communicators() -> int:
-    import torch
-
-    if not torch.cuda.is_available():
-        return 0
-    from fake_cuda.machine import the_machine
-
-    return sum(count for what, count in the_machine().syncs.items() if "communicator" in what)
-
-
-def reports() -> list[str]:
-    import torch
-
-    if not torch.cuda.is_available():
-        return []
-    from fake_cuda.machine import the_machine
-
-    return [*map(str, the_machine().detector.reports)]
+    nccl_backends.use(backend)
+    return train(rank, training)
 
 
 @pytest.mark.parametrize(
@@ -106,11 +40,15 @@ def reports() -> list[str]:
 def test_ranks_train_to_the_bits_of_the_cpu(
     ranks: int, stages: int, backend: str, placement: str, made: list[int], four_devices: None
 ) -> None:
-    on_cpu = run_processes(train, ranks, "cpu", "c10d", stages, backend, placement, timeout=SOON)
-    on_cuda = run_processes(train, ranks, "cuda", "nccl", stages, backend, placement, timeout=SOON, is_fresh=True)
-    assert [one["shown"] for one in on_cuda] == [one["shown"] for one in on_cpu]
-    assert not [report for one in on_cuda for report in one["reports"]]
-    assert [one["made"] for one in on_cuda] == made, "one for each directed edge that ends here"
+    from cuda_training import Size, Training, train
+
+    on_cpu = run_processes(train, ranks, Training(Size(), "cpu", stages, "c10d", placement), timeout=SOON)
+    training = Training(Size(), "cuda", stages, "nccl", placement)
+    on_cuda = run_processes(train_over, ranks, backend, training, timeout=SOON, is_fresh=True)
+    for (expected,), (trained,), count in zip(on_cpu, on_cuda, made, strict=True):
+        assert trained.is_bitwise(expected)
+        assert not trained.reports
+        assert {*trained.communicators} == {count}, "one for each directed edge that ends here, made before the first step"
 
 
 def train_until_an_edge_has_moved(rank: int) -> dict[str, Any]:
@@ -121,15 +59,16 @@ def train_until_an_edge_has_moved(rank: int) -> dict[str, Any]:
         from plain torch on the CPU, and what the stand-in reports.
     """
     import torch
+    from cuda_training import Training, reports
     from torch import nn
 
     import adaptra
     from adaptra.runtime.transports.base import Identity
     from adaptra.runtime.transports.nccl.nccl import NcclTransport
 
-    model, inputs, targets = model_and_batch()
-    alone, _, _ = model_and_batch()
     torch.cuda.set_device(rank)
+    model, inputs, targets = Training().model_and_batch()
+    alone, _, _ = Training(device="cpu").model_and_batch()
     carried: dict[int, set[tuple[int, int]]] = {}
     send = NcclTransport.send
 
@@ -146,7 +85,7 @@ def train_until_an_edge_has_moved(rank: int) -> dict[str, Any]:
         delegate=True,
     )
     pipe = adaptra.compile(
-        model.cuda(),
+        model,
         stages=4,
         microbatches=8,
         example_inputs=(inputs, targets),
@@ -206,36 +145,10 @@ def test_a_slow_edge_moves_alone_at_one_step_on_all_ranks_and_changes_no_number(
         assert {tuple(edge) for one in ranks for edge in one["carried"].get(step, ())} == edges - set(taken)
 
 
-def lose_a_neighbour(rank: int) -> tuple[int | None, str, float]:
-    """Train until rank 1 kills itself; return the lost rank of the error on rank 0, its text, and the seconds until it came."""
-    import torch
-    from torch import nn
-
-    import adaptra
-    from adaptra.errors import PeerLostError
-
-    model, inputs, targets = model_and_batch()
-    torch.cuda.set_device(rank)
-    pipe = adaptra.compile(
-        model.cuda(),
-        stages=2,
-        microbatches=4,
-        example_inputs=(inputs, targets),
-        loss=nn.functional.cross_entropy,
-        transport="nccl",
-    )
-    for _ in range(2):
-        pipe.step(inputs, targets)
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    with pytest.raises(PeerLostError) as caught:
-        pipe.step(inputs, targets)
-    pipe.close()
-    return caught.value.rank, str(caught.value), time.monotonic() - began
-
-
 def test_a_killed_neighbour_is_named_and_nothing_waits_for_it() -> None:
-    (rank, text, seconds), _ = run_processes(lose_a_neighbour, 2, timeout=SOON, may_die=(1,), is_fresh=True)
+    from cuda_training import Training, lose_rank_1
+
+    training = Training(transport="nccl")
+    (rank, text, seconds), _ = run_processes(lose_rank_1, 2, training, timeout=SOON, may_die=(1,), is_fresh=True)
     assert rank == 1 and "rank 1" in text
     assert seconds < 60, "it waited for the message's own limit"

@@ -349,7 +349,7 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ("inputs: … is …: expected a tensor of …", on_pipeline(lambda pipe: pipe.step(3.0, Y))),
     (
         "… is a numpy array: expected tensors; torch.from_numpy makes one of it",
-        on_pipeline(lambda pipe: pipe.step(X.numpy(), Y)),
+        on_pipeline(lambda pipe: pipe.step(X.cpu().numpy(), Y)),
     ),
     (
         "… is a …: expected one batch of it, as in a loop: for batch in loader",
@@ -362,7 +362,7 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ),
     (
         "… is a tensor of layout …: expected a dense one, as its rows are split; give its to_dense()",
-        on_pipeline(lambda pipe: pipe.step(X.to_sparse(), Y)),
+        on_pipeline(lambda pipe: pipe.step(X.cpu().to_sparse(), Y)),
     ),
     (
         "… is a list of … values such as …, as many as the batch has rows, and each microbatch would get all of them: expected "
@@ -539,7 +539,7 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
             "state_dict: … has shape …: expected …",
             on_pipeline(lambda pipe, value=value: load_anything(pipe, pipe.state_dict() | {"layers.0.bias": value})),
         )
-        for value in (X, X[0].numpy(), None)
+        for value in (X, X[0].cpu().numpy(), None)
     ),
     (
         "state_dict: a …: expected a dict of tensors by their names in the model",

@@ -279,7 +279,7 @@ class WithLoss(nn.Module):
         self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
     def forward(self, x: Tensor, labels: Tensor) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(x.device.type, torch.bfloat16):
             logits = self.layers(x)
         return {"loss": class_loss(logits.float(), labels), "logits": logits, "best": logits.argmax(-1)}
 

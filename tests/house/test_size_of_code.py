@@ -21,7 +21,6 @@ CLASSES = {
     "adaptra.equations.replicas.ReplicaEquations": 23,
     "adaptra.runtime.control.deciding.policy.Policy": 17,
     "adaptra.runtime.step_messages.shared_gradients.Gradients": 18,
-    "adaptra.runtime.transports.c10d.c10d.C10dTransport": 16,
     "adaptra.runtime.worker.stages.stage.TrainingStage": 16,
     "adaptra.simulation.case.Case": 17,
 }

@@ -150,7 +150,7 @@ def test_what_is_pushed_is_the_trained_model(tmp_path: Path, monkeypatch: pytest
     state = made.pipe.full_state_dict()
     made.pipe.close()
     assert [one["repo"] for one in pushed] == ["me/trained"] * 2
-    assert all(torch.equal(one, pushed[0]["state"][name]) for name, one in state.items())
+    assert all(torch.equal(one, pushed[0]["state"][name].cpu()) for name, one in state.items())
 
 
 def test_a_loss_of_a_subclass_is_refused(tmp_path: Path) -> None:

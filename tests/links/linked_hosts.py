@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -41,6 +41,9 @@ STEADY = {"tcp_congestion_control": "reno", "tcp_slow_start_after_idle": "0"}
 
 Windows stay as wide while nothing is sent. BBR, some machines' default, would all but stop a connection for a round trip and a
 fifth of a second every ten seconds. Every kernel lets every host choose Reno."""
+
+GRACE = 20.0
+"""Seconds in which the other hosts say what they saw, once a process has failed on one."""
 
 TOOLS = ("c++", "ip", "nsenter")
 CONTROL = "LINKS_CONTROL"
@@ -160,21 +163,13 @@ class LinkedHosts:
             ConnectionError: The router ended.
         """
         started = [self.start(rank, command, env=self.environment(rank), stdout=output(rank)) for rank in range(self._hosts)]
-        waits = select.poll()
-        ends = {os.pidfd_open(process.pid): process for process in (*started, self._router)}
-        try:
-            for end in ends:
-                waits.register(end, select.POLLIN)
-            left = len(started)
-            while left:
-                for end, _ in waits.poll():
-                    if ends[end] is self._router:
-                        raise ConnectionError(f"the router between the hosts ended with status {self._router.wait()}")
-                    waits.unregister(end)
-                    left -= 1
-        finally:
-            for end in ends:
-                os.close(end)
+        left = len(started)
+        for process in _as_they_end([*started, self._router]):
+            if process is self._router:
+                raise ConnectionError(f"the router between the hosts ended with status {self._router.wait()}")
+            left -= 1
+            if not left:
+                break
         return [process.wait() for process in started]
 
     def call(
@@ -183,7 +178,7 @@ class LinkedHosts:
         """Call ``function(rank, *arguments)`` of a module's top level in a process on every host; what each returned.
 
         Arguments and results are JSON values. What a process prints is shown when it fails; for the hosts in ``shown`` its
-        standard error is this program's.
+        standard error is this program's. Once one fails, the others have :data:`GRACE` seconds left.
 
         Raises:
             AssertionError: One failed or took longer than ``timeout`` seconds.
@@ -198,7 +193,7 @@ class LinkedHosts:
                 )
                 for rank, output in enumerate(outputs)
             ]  # fmt: skip
-            statuses = [_status(process, until) for process in started]
+            statuses = _statuses(started, until)
             for output in outputs:
                 output.seek(0)
             texts = [output.read() for output in outputs]
@@ -213,24 +208,49 @@ class LinkedHosts:
         }  # fmt: skip
 
     def _configure(self, host: int) -> None:
-        lines = ["link set lo up"]
-        for rail in range(self._rails):
-            lines.append(f"addr add {self.address(host, rail)}/24 dev wan{rail}")
-            lines.append(f"link set wan{rail} mtu {MTU} txqueuelen {QUEUE} up")
-        chosen = [f"echo {value} > {SYSCTLS / name}" for name, value in self._tcp.items()]
+        lines = ["link set lo up", *self._interfaces(host)]
+        chosen = [f"echo '{value}' > {SYSCTLS / name}" for name, value in self._tcp.items()]
         command = ["sh", "-c", " && ".join(["ip -batch -", *chosen])]
         configured = self.start(host, command, stdin=subprocess.PIPE, text=True)
         configured.communicate("\n".join(lines) + "\n")
         if configured.returncode != 0:
             raise OSError(f"the interfaces of host {host} can't be set up")
 
+    def _interfaces(self, host: int) -> Iterator[str]:
+        """Yield the commands of ``ip`` that set a host's interfaces up."""
+        for rail in range(self._rails):
+            yield f"addr add {self.address(host, rail)}/24 dev wan{rail}"
+            yield f"link set wan{rail} mtu {MTU} txqueuelen {QUEUE} up"
 
-def _status(process: subprocess.Popen[Any], until: float) -> int:
+
+def _statuses(processes: Sequence[subprocess.Popen[Any]], until: float) -> list[int]:
+    """Wait for processes, and kill those that are left at a time, or some seconds after one has failed."""
+    for process in _as_they_end(processes, until):
+        if process.wait():
+            break
+    for _ in _as_they_end(processes, min(until, time.monotonic() + GRACE)):
+        pass
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+    return [process.wait() for process in processes]
+
+
+def _as_they_end(processes: Sequence[subprocess.Popen[Any]], until: float | None = None) -> Iterator[subprocess.Popen[Any]]:
+    """Yield each process when it ends, as long as none takes longer than until a time."""
+    waits = select.poll()
+    ends = {os.pidfd_open(process.pid): process for process in processes if process.poll() is None}
     try:
-        return process.wait(max(0.0, until - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return process.wait()
+        for end in ends:
+            waits.register(end, select.POLLIN)
+        for _ in ends:
+            if not (ended := waits.poll(None if until is None else 1e3 * max(0.0, until - time.monotonic()))):
+                return
+            waits.unregister(ended[0][0])
+            yield ends[ended[0][0]]
+    finally:
+        for end in ends:
+            os.close(end)
 
 
 def _built_router() -> Path:

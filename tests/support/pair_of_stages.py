@@ -58,7 +58,7 @@ class Doubling:
 
     def input_grad(self, microbatch: int, grad_outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         self._run(f"I{microbatch}")
-        gradients = tuple(grad_outputs) if not self._last else (torch.ones(1),)
+        gradients = tuple(grad_outputs) if not self._last else (torch.ones_like(self._saved[microbatch][0]),)
         (given,), (gradient,) = self._saved[microbatch], gradients
         self._saved[microbatch] = (given, gradient)
         return (2 * gradient,)

@@ -99,12 +99,13 @@ def run_processes(
     Raises:
         AssertionError: A process failed, died or took too long; the others are killed.
     """
-    context = _context(is_fresh)
+    is_on_cuda = are_on_cuda()
+    context = _context(is_fresh or (is_on_cuda and _are_gpus()))
     port = free_port()
     processes, ends = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe(duplex=False)
-        given = (theirs, function, rank, world_size, port, are_on_cuda(), args)
+        given = (theirs, function, rank, world_size, port, is_on_cuda, args)
         process = context.Process(target=_run, args=given, daemon=True)
         process.start()
         theirs.close()
@@ -150,17 +151,24 @@ def _outcome(end: Connection, process: Any) -> Outcome:
 
 
 def are_on_cuda() -> bool:
-    """Whether the calling test makes its tensors on the stand-in for CUDA, as its processes then do."""
+    """Whether the calling test makes its tensors on cuda, as its processes then do."""
     made_by_tests = sys.modules.get("fake_cuda.made_by_tests")
-    return made_by_tests is not None and made_by_tests.is_on_the_stand_in()
+    return made_by_tests is not None and made_by_tests.is_on_cuda()
+
+
+def _are_gpus() -> bool:
+    """Whether cuda is GPUs here, which no fork can use whose parent has asked for them, as any import may have."""
+    from fake_cuda.loading import is_enabled
+
+    return not is_enabled()
 
 
 def _on_device(rank: int, is_on_cuda: bool) -> contextlib.AbstractContextManager[None]:
     if not is_on_cuda:
         return contextlib.nullcontext()
-    from fake_cuda.made_by_tests import on_the_stand_in
+    from fake_cuda.made_by_tests import on_cuda
 
-    return on_the_stand_in(rank)
+    return on_cuda(rank)
 
 
 def _run(

@@ -2,7 +2,9 @@
 
 import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from adaptra.graph.ops.specs import TensorSpec
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.step_messages.probes import Probes
 from adaptra.runtime.transports.base import Identity, Purpose, Transport
+from adaptra.runtime.transports.registry import create_transport
 
 SPECS = (
     TensorSpec((2, 3), torch.float32),
@@ -359,7 +362,7 @@ def stands_by_for_whatever_comes_next(transport: Transport) -> None:
             transport.release(pending)
 
 
-def drops_what_is_late(transport: Transport) -> None:
+def drops_what_is_late(transport: Transport, dropped: int = 5) -> None:
     """A message of an earlier attempt that would fit a receive of this one is dropped where it arrives, and counted."""
     if transport.rank > 1:
         return
@@ -392,7 +395,7 @@ def drops_what_is_late(transport: Transport) -> None:
         for one, pending in zip(again, receives, strict=True):
             assert same(pending.wait(100), [-tensor for tensor in make(one)])
             transport.release(pending)
-        assert transport.dropped == len(late)
+        assert transport.dropped == dropped
         ahead.wait(100)
     assert transport.attempt == second
     with pytest.raises(TransportError, match="expected a later one than attempt 1 of epoch 0"):
@@ -418,3 +421,20 @@ ALL = (
     refuses_misuse,
 )
 IN_ORDER = (refuses_another_message, refuses_another_bulk_message)
+MATRIX = (*ALL, *IN_ORDER)
+
+
+def run_matrix(rank: int, name: str, bodies: Sequence[Callable[[Transport], None]] = MATRIX, **options: Any) -> dict[str, str]:
+    """Every body on a transport of its own, made with these options; what went wrong, by the name of the body."""
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    failures: dict[str, str] = {}
+    for body in bodies:
+        transport = create_transport(name, **options)
+        try:
+            body(transport)
+        except BaseException:
+            failures[body.__name__] = traceback.format_exc()
+        transport.close()
+    assert torch.distributed.is_initialized()
+    return failures

@@ -6,6 +6,7 @@ The forks then have the modules that compiling imports, and torch's tables. Both
 from __future__ import annotations
 
 import gc
+import sys
 from importlib import import_module
 
 import torch
@@ -20,7 +21,7 @@ for name in ("pytest", "sympy.physics.units", "sympy.tensor.tensor", "torch._dyn
     import_module(name)
 torch.set_num_threads(1)
 # On the stand-in for CUDA autograd has a thread for each device, which no fork would have.
-if not torch.cuda.is_available():
+if "fake_cuda.loading" not in sys.modules:
     example = EXAMPLES["gpt_tied"]
     compile_example(example, example.make(), example.rows(2, 0), 2)
 # A fork's collector need not look at what is here, which would also copy its pages.

@@ -1,9 +1,8 @@
-"""Messages over torch.distributed: gloo between hosts without GPUs, NCCL between GPUs.
+"""Messages over torch.distributed's gloo. Those of a GPU go by way of the host.
 
-Each class of channels has a communicator of its own. NCCL runs one operation at a time per communicator, so there each channel
-has one. Two ranks with several stages send both ways in each class. A message is one operation, or two if it is large, see
-:mod:`adaptra.runtime.transports.message_format`. Over gloo the second part's tag is made of its layout, because gloo ends a
-process that receives more than it expects.
+Each class of channels has a communicator of its own, whatever backend the job's default group has. A message is one operation,
+or two if it is large, see :mod:`adaptra.runtime.transports.message_format`. The second part's tag is made of its layout,
+because gloo ends a process that receives more than it expects.
 
 A thread per incoming channel waits for messages, so that the arrival time is exact, whatever the rank computes then. A thread
 per outgoing channel keeps the buffers of messages until they are sent.
@@ -22,10 +21,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch.distributed import Work
 
-from adaptra.errors import LaunchError, TransportError
+from adaptra.errors import TransportError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program.transport_contract import Contract
 from adaptra.runtime.transports.base import (
@@ -48,12 +47,7 @@ from adaptra.runtime.world.world import Attempt
 
 logger = logging.getLogger(__name__)
 
-CONTRACTS: Final = {
-    "gloo": Contract(send_waits_for_receiver=True, in_order=False),
-    # Channels have communicators of their own here, but a posted receive occupies a part of the device until its
-    # message comes. So receives belong as late as in one shared queue.
-    "nccl": Contract(send_waits_for_receiver=True, in_order=True, one_way=True),
-}
+CONTRACT: Final = Contract(send_waits_for_receiver=True, in_order=False)
 _CLOSE_SECONDS: Final = 5.0
 
 
@@ -84,27 +78,22 @@ class C10dTransport(GuardedTransport):
         members: Those to join. None for all ranks of the default group, which is set up from the launcher's environment if it
             does not exist.
         device: The device of sent and received tensors.
-        backend: ``gloo`` or ``nccl``. None for NCCL if the device is a GPU, else gloo, which carries tensors of a GPU by way of
-            the CPU.
 
     Attributes:
         clock_offsets: For every rank, how far its clock is ahead of this one's, with the uncertainty; seconds.
 
     Raises:
-        LaunchError: There is no such backend, or no group and no launcher.
+        LaunchError: There is no group and no launcher.
     """
 
-    def __init__(self, members: Members | None = None, device: torch.device | str = "cpu", backend: str | None = None) -> None:
-        place = torch.device(device)
-        backend = backend or ("nccl" if place.type == "cuda" else "gloo")
-        if backend not in CONTRACTS or not distributed.is_backend_available(backend):
-            raise LaunchError(f"backend {backend!r}: expected one of {', '.join(CONTRACTS)} that this torch was built with")
-        self.contract = CONTRACTS[backend]
-        self._communicators = Communicators(members, place, backend, one_way=self.contract.one_way)
+    contract = CONTRACT
+
+    def __init__(self, members: Members | None = None, device: torch.device | str = "cpu") -> None:
+        self._communicators = Communicators(members)
         self.rank = self._communicators.rank
         self.world_size = self._communicators.size
         self._guard = PendingOperations(self.rank, self.world_size)
-        self._copies = DeviceCopies(place, self._communicators.device, f"adaptra rank {self.rank}")
+        self._copies = DeviceCopies(torch.device(device), f"adaptra rank {self.rank}")
         self._pool = Pool(self._copies.allocate_received)
         self._standing: dict[_ChannelEnd, PrepostedReceives] = {}
         self._held: dict[Pending, tuple[_ChannelEnd, MessageBuffer]] = {}
@@ -129,12 +118,12 @@ class C10dTransport(GuardedTransport):
         except IndexError:
             buffer = self._copies.allocate(identity.specs)
         channel = _ChannelEnd(destination_rank, identity.channel, False)
-        group, peer = self._communicators.between(channel.peer, channel.channel, receives=False)
+        group = self._communicators.of(channel.channel)
 
         def post() -> _Posted:
             buffer.seal(identity, pending.attempt, posted_at)
-            first = group.send([buffer.first], peer, FIRST_TAG)
-            rest = () if buffer.rest is None else (group.send([buffer.rest], peer, buffer.tag),)
+            first = group.send([buffer.first], destination_rank, FIRST_TAG)
+            rest = () if buffer.rest is None else (group.send([buffer.rest], destination_rank, buffer.tag),)
             return _Posted(pending, buffer, (first, *rest))
 
         self._copies.fill(buffer, tensors, lambda: self._start(channel, pending, post))
@@ -144,8 +133,7 @@ class C10dTransport(GuardedTransport):
         """See :meth:`Transport.receive`."""
         pending = self._guard.post(source_rank, identity, is_receive=True)
         channel = _ChannelEnd(source_rank, identity.channel, True)
-        # With in-order transports a receive is posted where its op needs it, and a message sent before need not wait for it.
-        asked_at = -math.inf if self.contract.in_order else now()
+        asked_at = now()
 
         def post() -> _Posted:
             buffer = self._standing_on(channel).ask(identity)
@@ -169,18 +157,27 @@ class C10dTransport(GuardedTransport):
 
     def stand_by(self, source_rank: int, like: Identity, count: int) -> None:
         """See :meth:`Transport.stand_by`."""
-        if not self.contract.in_order:
-            self._stand(_ChannelEnd(source_rank, like.channel, True), lambda standing: standing.stand(like, count))
+        self._stand(_ChannelEnd(source_rank, like.channel, True), lambda standing: standing.stand(like, count))
 
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
         """See :meth:`Transport.reserve`."""
         self._pool.reserve(counts)
 
+    def prepare(
+        self,
+        sent: Mapping[MessageSpec, int],
+        received: Mapping[tuple[int, MessageSpec], int],
+        lane: str | None = None,
+    ) -> None:
+        """See :meth:`Transport.prepare`. Allocates the memory of sent messages, and compiles what packs them."""
+        for specs, count in sent.items():
+            free = self._sent.setdefault(layout_of(specs), [])
+            free.extend(self._copies.allocate(specs) for _ in range(count - len(free)))
+            self._copies.compile_for(specs)
+
     def begin(self, attempt: Attempt) -> None:
         """See :meth:`Transport.begin`."""
         with self._lock:
-            if self.contract.in_order and self._channels:
-                raise TransportError(f"{attempt}: expected a new transport, since NCCL can't drop a message of another size")
             self._guard.begin(attempt)
             for standing in self._standing.values():
                 standing.begin()
@@ -250,9 +247,9 @@ class C10dTransport(GuardedTransport):
 
     def _standing_on(self, channel: _ChannelEnd) -> PrepostedReceives:
         if channel not in self._standing:
-            group, peer = self._communicators.between(channel.peer, channel.channel, receives=True)
+            group = self._communicators.of(channel.channel)
             self._standing[channel] = PrepostedReceives(
-                lambda memory, tag: group.recv([memory], peer, tag), self._pool, channel.peer, self._communicators.device
+                lambda memory, tag: group.recv([memory], channel.peer, tag), self._pool, channel.peer
             )
         return self._standing[channel]
 
@@ -274,7 +271,7 @@ class C10dTransport(GuardedTransport):
                     self._await_message(channel, posted)
                     continue
                 for work in posted.works:
-                    self._communicators.wait(work)
+                    work.wait()
             except TransportError as error:
                 # Later messages would not match their receives either.
                 self._end(posted.pending, error)
@@ -295,10 +292,10 @@ class C10dTransport(GuardedTransport):
                 standing = self._standing[channel]
                 work, landing = standing.oldest()
             if work is not None:
-                self._communicators.wait(work)
+                work.wait()
                 with self._lock:
                     standing.arrived()
-            header = arrival(landing[:HEADER_BYTES].cpu().numpy().tobytes())
+            header = arrival(landing[:HEADER_BYTES].numpy().tobytes())
             if header is not None and header.attempt > pending.attempt:
                 with contextlib.suppress(Exception):
                     pending.wait()  # fails once this rank begins that attempt too, whose first receive gets the message
@@ -313,14 +310,14 @@ class C10dTransport(GuardedTransport):
                 dropped = standing.drop(header)
             self._guard.drop()
             if dropped is not None:
-                self._communicators.wait(dropped.work)
+                dropped.work.wait()
                 with self._lock:
                     dropped.end()
         else:
             return
         sent_at = buffer.check(pending.identity) - self.clock_offsets[channel.peer].ahead
         if second is not None:
-            self._communicators.wait(second)
+            second.wait()
         arrived_at = now()
         pending.complete(self._copies.tensors_of(pending, buffer), sent_at, arrived_at, asked_at=posted.asked_at)
         self._guard.settle(pending)

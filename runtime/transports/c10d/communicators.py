@@ -1,12 +1,10 @@
-"""The communicators of one rank's transport: one per class of channels, or one per channel where each is one queue."""
+"""The communicators of one rank's transport: one of gloo per class of channels."""
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 from torch import distributed
-from torch.distributed import ProcessGroup, Store, Work
+from torch.distributed import ProcessGroup, Store
 
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.control_store.spare_clients import give_back
@@ -30,51 +28,28 @@ class Communicators:
     Args:
         members: Those to join. None for all ranks of the default group, which is set up from the launcher's environment if it
             does not exist.
-        device: The device of sent and received tensors.
-        backend: The name of the backend: ``gloo`` or ``nccl``.
-        one_way: Whether each channel has a communicator of its own, because one runs all its operations in one order.
 
     Attributes:
         rank: This rank.
         size: The number of ranks.
-        device: The device of the tensors that the backend carries.
 
     Raises:
         LaunchError: There is no group and no launcher.
     """
 
-    def __init__(self, members: Members | None, device: torch.device, backend: str, *, one_way: bool) -> None:
-        self._owns_default = members is None and initialise(backend)
+    def __init__(self, members: Members | None) -> None:
+        self._owns_default = members is None and initialise("gloo")
         self._members = (members or Members.of_job()).part("c10d")
         _, self.rank, self.size = self._members
-        self.device: Final = torch.device("cpu") if backend == "gloo" else device
-        self._groups = make_groups(self._members, backend, one_way=one_way)
-        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._groups = make_groups(self._members)
 
     def control_plane(self) -> Store:
         """Return a new client of the ranks' control plane; all ranks call it."""
         return control_plane(self._members)
 
-    def between(self, peer: int, channel: ChannelClass, *, receives: bool) -> tuple[ProcessGroup, int]:
-        """Return the communicator of messages of a class from or to a peer, and the peer's rank within it."""
-        group = self._groups.get((channel, None))
-        if group is not None:
-            return group, peer
-        pair = (peer, self.rank) if receives else (self.rank, peer)
-        return self._groups[channel, pair], pair.index(peer)
-
-    def wait(self, work: Work) -> None:
-        """Wait for an operation, on a stream of its own if it runs on a GPU.
-
-        Raises:
-            RuntimeError: The operation failed, or the communicators' operations were ended.
-        """
-        if self._stream is None:
-            work.wait()
-            return
-        with torch.cuda.stream(self._stream):
-            work.wait()
-            self._stream.synchronize()
+    def of(self, channel: ChannelClass) -> ProcessGroup:
+        """Return the communicator of messages of a class."""
+        return self._groups[channel]
 
     def end_waits(self) -> None:
         """End all waits, here and at the other ranks."""
@@ -98,22 +73,20 @@ class Communicators:
 
     def compare_clocks(self, store: Store) -> tuple[clock.Offset, ...]:
         """Measure how far every rank's clock is ahead of this one's, from neighbour to neighbour."""
-        cell = torch.zeros(1, dtype=torch.float64, device=self.device)
+        cell = torch.zeros(1, dtype=torch.float64, device="cpu")
         to_next: clock.Offset | None = None
-        # From rank to rank, each pair over both communicators of a pipeline: NCCL sets them up on first use.
         for lower in (self.rank - 1, self.rank):
             if lower < 0 or lower + 1 >= self.size:
                 continue
             is_initiator = lower == self.rank
             peer = lower + 1 if is_initiator else lower
             there, here = ChannelClass.FORWARD, ChannelClass.BACKWARD
-            out, out_peer = self.between(peer, there if is_initiator else here, receives=False)
-            back, back_peer = self.between(peer, here if is_initiator else there, receives=True)
+            out, back = (self.of(there), self.of(here)) if is_initiator else (self.of(here), self.of(there))
 
-            def send(value: float, out: ProcessGroup = out, peer: int = out_peer) -> None:
+            def send(value: float, out: ProcessGroup = out, peer: int = peer) -> None:
                 out.send([torch.full_like(cell, value)], peer, FIRST_TAG).wait()
 
-            def receive(back: ProcessGroup = back, peer: int = back_peer) -> float:
+            def receive(back: ProcessGroup = back, peer: int = peer) -> float:
                 back.recv([cell], peer, FIRST_TAG).wait()
                 return float(cell.item())
 

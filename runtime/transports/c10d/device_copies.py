@@ -1,4 +1,4 @@
-"""Copies between a device and the messages of a wire, which may be the host's: then they go by way of pinned memory."""
+"""Copies between a device and messages in the host's memory, which is pinned if the device is a GPU."""
 
 from __future__ import annotations
 
@@ -23,22 +23,20 @@ class DeviceCopies:
 
     Args:
         device: The device of sent and received tensors.
-        wire: The device of the tensors that the backend carries.
         name: A prefix of threads' names.
 
     Attributes:
         device: The device of sent and received tensors.
     """
 
-    def __init__(self, device: torch.device, wire: torch.device, name: str) -> None:
+    def __init__(self, device: torch.device, name: str) -> None:
         self.device: Final = device
-        self._wire = wire
-        self._staging = Staging(device, name) if device.type == "cuda" and wire.type == "cpu" else None
+        self._staging = Staging(device, name) if device.type == "cuda" else None
         self._rooms: WeakKeyDictionary[MessageBuffer, Room] = WeakKeyDictionary()
 
     def allocate(self, specs: MessageSpec) -> MessageBuffer:
         """Return memory for a sent message."""
-        return MessageBuffer(specs, self._wire, is_pinned=self._staging is not None)
+        return MessageBuffer(specs, is_pinned=self._staging is not None)
 
     def allocate_received(self, specs: MessageSpec) -> MessageBuffer:
         """Return memory for a received message."""
@@ -46,6 +44,11 @@ class DeviceCopies:
         if self._staging is not None:
             self._rooms[buffer] = self._staging.make_room(specs)
         return buffer
+
+    def compile_for(self, specs: MessageSpec) -> None:
+        """Compile what packs such messages, see :meth:`.staging.Staging.compile_for`."""
+        if self._staging is not None:
+            self._staging.compile_for(specs)
 
     def fill(self, buffer: MessageBuffer, tensors: Sequence[Tensor], start: Callable[[], None]) -> None:
         """Copy the tensors of a message into its memory, then ``start`` it.
@@ -66,10 +69,8 @@ class DeviceCopies:
 
     def tensors_of(self, pending: Completion, buffer: MessageBuffer) -> tuple[Tensor, ...]:
         """Return the tensors of a message that arrived, where they are wanted."""
-        if pending.identity.is_for_host:
-            return buffer.tensors(torch.device("cpu"))
-        if self._staging is None:
-            return buffer.tensors(self.device)
+        if self._staging is None or pending.identity.is_for_host:
+            return buffer.tensors()
         room = self._rooms[buffer]
         room.wait()
         copied = self._staging.to_device(buffer, room)

@@ -59,16 +59,12 @@ class PrepostedReceives:
         post: Posts a receive into memory under a tag.
         pool: The pool of buffers.
         rank: The rank that sends.
-        device: The device of what is received.
     """
 
-    def __init__(
-        self, post: Callable[[Tensor, int], Work], pool: Pool[MessageBuffer], rank: int, device: torch.device | None = None
-    ) -> None:
+    def __init__(self, post: Callable[[Tensor, int], Work], pool: Pool[MessageBuffer], rank: int) -> None:
         self._post = post
         self._pool = pool
         self._rank = rank
-        self._device = device
         self._wanted: tuple[Identity, int] | None = None
         self._spare: list[Tensor] = []
         self._firsts: deque[tuple[Work | None, Tensor]] = deque()
@@ -159,7 +155,7 @@ class PrepostedReceives:
         if header.size <= INLINE_BYTES:
             return None
         if not self._seconds[header.tag]:
-            memory = torch.empty(header.size, dtype=torch.uint8, device=self._device)
+            memory = torch.empty(header.size, dtype=torch.uint8, device="cpu")
             return Dropped(self._post(memory, header.tag), memory, lambda: None)
         # It is posted again once it has completed, so it still counts as posted.
         second, buffer = self._seconds[header.tag].popleft()
@@ -184,7 +180,7 @@ class PrepostedReceives:
 
     def _post_first(self) -> None:
         size = HEADER_BYTES + INLINE_BYTES
-        memory = self._spare.pop() if self._spare else torch.empty(size, dtype=torch.uint8, device=self._device)
+        memory = self._spare.pop() if self._spare else torch.empty(size, dtype=torch.uint8, device="cpu")
         self._firsts.append((self._post(memory, FIRST_TAG), memory))
         self._posted[FIRST_TAG] += 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
@@ -60,6 +61,7 @@ class EngineMessages:
         self._lock = threading.Lock()
         self._free: dict[MessageLayout, list[EngineMessage]] = {}
         self._arrived: dict[tuple[int, MessageLayout], EngineMessage] = {}
+        self._made: Counter[MessageLayout] = Counter()
 
     def free(self, specs: MessageSpec) -> EngineMessage:
         """Return a message to be sent, in memory of its own."""
@@ -67,7 +69,16 @@ class EngineMessages:
             free = self._free.get(layout_of(specs))
             if free:
                 return free.pop()
+            self._made[layout_of(specs)] += 1
         return self._make(self._engine.allocate(HEADER_BYTES + flat_bytes(specs)), specs)
+
+    def provide(self, specs: MessageSpec, count: int) -> None:
+        """Make messages to be sent until there are as many of this layout, used and free."""
+        with self._lock:
+            missing = count - self._made[layout_of(specs)]
+            self._made[layout_of(specs)] += max(0, missing)
+        for _ in range(missing):
+            self.recycle(self._make(self._engine.allocate(HEADER_BYTES + flat_bytes(specs)), specs))
 
     def recycle(self, message: EngineMessage) -> None:
         """Use a message again, because it was sent."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -23,6 +24,7 @@ from adaptra.runtime.transports.delegate.delegate import DelegateTransport
 from adaptra.runtime.transports.delegate.engine import StartedEngine
 from adaptra.runtime.transports.delegate.engine_memory import EngineMessage
 from adaptra.runtime.transports.delegate.engine_pending import EnginePending
+from adaptra.runtime.transports.message_format import HEADER_BYTES, flat_bytes
 from adaptra.runtime.transports.pending import Completion
 from adaptra.runtime.transports.staging.room import Room
 from adaptra.runtime.transports.staging.staging import Staging
@@ -54,6 +56,7 @@ class GpuDelegateTransport(DelegateTransport):
         super().__init__(started, on_close)
         self._device = device
         self._staging = Staging(device, f"adaptra rank {self.rank}")
+        self._stocked: Counter[tuple[int, int]] = Counter()  # slots by source and bytes
         self._prefetched: dict[tuple[int, ChannelClass], queue.SimpleQueue[EnginePending | None]] = {}
         self._prefetchers: list[threading.Thread] = []
 
@@ -65,6 +68,27 @@ class GpuDelegateTransport(DelegateTransport):
         for thread in self._prefetchers:
             thread.join(_JOIN_SECONDS)
         self._staging.close()
+
+    def prepare(
+        self,
+        sent: Mapping[MessageSpec, int],
+        received: Mapping[tuple[int, MessageSpec], int],
+        lane: str | None = None,
+    ) -> None:
+        """See :meth:`Transport.prepare`. Pins host memory of the messages, and compiles what packs them."""
+        slots: Counter[tuple[int, int]] = Counter()
+        for (rank, specs), count in received.items():
+            slots[rank, HEADER_BYTES + flat_bytes(specs)] += count
+        with torch.cuda.device(self._device):
+            for specs, count in sent.items():
+                self._messages.provide(specs, count)
+                self._staging.compile_for(specs)
+            for (rank, size), count in slots.items():
+                for _ in range(count - self._stocked[rank, size]):
+                    memory = self._engine.allocate(size)
+                    self._staging.pin(memory)
+                    self._engine.stock(memory)
+                self._stocked[rank, size] = max(self._stocked[rank, size], count)
 
     def _arriving_by(self, identity: Identity) -> EnginePending:
         return EnginePending(identity) if identity.is_for_host else _ReceiveToGpu(identity)

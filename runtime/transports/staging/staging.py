@@ -27,7 +27,7 @@ from adaptra.errors import LaunchError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.runtime.devices import pack
 from adaptra.runtime.devices.events import recorded
-from adaptra.runtime.transports.message_format import copy_into
+from adaptra.runtime.transports.message_format import copy_into, flat_bytes
 from adaptra.runtime.transports.staging.room import Room
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,14 @@ class Staging:
             if status != 0:
                 raise LaunchError(f"CUDA can't register {len(memory)} bytes of host memory: error {status}")
             self._pinned[memory.address] = memory
+
+    def compile_for(self, specs: MessageSpec) -> None:
+        """Compile what packs a message of such tensors, if they are contiguous, for which its first packing would wait."""
+        with torch.cuda.stream(self._sends.stream), torch.no_grad():
+            here = self._sends.stream.device
+            tensors = [torch.empty(spec.shape, dtype=spec.dtype, device=here) for spec in specs]
+            if self._packs and pack.is_worthwhile(tensors, specs, here):
+                pack.pack(torch.empty(flat_bytes(specs), dtype=torch.uint8, device=here), tensors, specs)
 
     def to_host(self, message: HostMessage, tensors: Sequence[Tensor]) -> torch.cuda.Event | None:
         """Start to copy ``tensors`` into a message in pinned memory.

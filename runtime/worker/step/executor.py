@@ -90,6 +90,10 @@ class Executor:
         """The number of receive buffers that the program needs at a time, per source rank and message."""
         return self._messages.receive_counts
 
+    def make_ready(self) -> None:
+        """Have the transport make ready for the program's messages."""
+        self._messages.make_ready()
+
     @property
     def heard(self) -> frozenset[int]:
         """The stages from which messages of this rank's replica come."""

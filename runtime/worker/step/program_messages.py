@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from typing import Final
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Kind, Op, Program
-from adaptra.program.dependencies import RECEIVED_BY, RULE, SENT_BY, other_end, peer_stage
+from adaptra.program.dependencies import INPUT_GRADIENT, RECEIVED_BY, RULE, SENT_BY, other_end, peer_stage
 from adaptra.runtime.devices.device_clock import Mark
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.transports.base import PURPOSE_OF, Identity, MessageLayout, Pending, Transport, layout_of
@@ -111,6 +112,39 @@ class ProgramMessages:
         self.heard = frozenset(peer_stage(receive) for receive in self._taken_by(order) if self._is_at_home(receive))
         self._preposted_after = self._preposting(order)
         self.receive_counts = self._receive_counts(order)
+
+    def make_ready(self) -> None:
+        """Have the transport do ahead what the first messages of each lane would wait for."""
+        sent: dict[str | None, Counter[MessageSpec]] = {}
+        received: dict[str | None, dict[tuple[int, MessageSpec], int]] = {}
+        under_way: Counter[tuple[int, Kind, MessageSpec]] = Counter()
+        for op in self._program.orders[self._transport.rank]:
+            if op.kind in SENT_BY:
+                key = self._buffer_of(op)
+                received.setdefault(op.lane, {})[key] = self.receive_counts[key]
+            elif op.kind in (Kind.SEND_F, Kind.SEND_B):
+                edge = self._program.rank_of(other_end(op)), op.kind, self._spec(op)
+                if under_way[edge] < self._most_under_way(op):
+                    under_way[edge] += 1
+                    sent.setdefault(op.lane, Counter())[edge[-1]] += 1
+        for lane in sent.keys() | received.keys():
+            self._transport.prepare(sent.get(lane, {}), received.get(lane, {}), lane)
+
+    def _most_under_way(self, sent: Op) -> int:
+        """Return the most messages of an edge, either way, that are under way: their microbatches are held before it."""
+        earlier = min(sent, other_end(sent), key=lambda end: end.stage)
+        return self._in_flight[self._program.rank_of(earlier), earlier.stage]
+
+    @cached_property
+    def _in_flight(self) -> dict[tuple[int, int], int]:
+        """The most microbatches between their F and their input gradient, by rank and stage."""
+        held: Counter[tuple[int, int]] = Counter()
+        most: dict[tuple[int, int], int] = {}
+        for rank, order in enumerate(self._program.orders):
+            for op in order:
+                held[rank, op.stage] += (op.kind is Kind.F) - (op.kind in INPUT_GRADIENT)
+                most[rank, op.stage] = max(most.get((rank, op.stage), 0), held[rank, op.stage])
+        return most
 
     def begin_step(self, step: int) -> None:
         """Name the messages from now on by this step."""

@@ -219,6 +219,8 @@ class RankPrograms:
             stages = {(0, stage): one for stage, one in of.stages.items()}
         messages = self._messages(plan, of.shape)
         executor = self._executor(self._lowering.of_plan(plan, program), stages, messages, of.shape.code)
+        if self._context.device.type == "cuda":
+            executor.make_ready()
         return _Runnable(plan.version, number, program, executor)
 
     def _messages(self, plan: Plan, shape: StepShape) -> list[MessageShapes]:

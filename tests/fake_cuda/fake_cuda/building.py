@@ -27,9 +27,14 @@ def torch_folder() -> Path:
     return Path(found.origin).parent
 
 
+def has_cuda() -> bool:
+    """Whether the installed torch has CUDA itself."""
+    return (torch_folder() / "lib" / "libtorch_cuda.so").exists()
+
+
 def missing() -> str | None:
     """Why there can be no stand-in here, or None if there can."""
-    if (torch_folder() / "lib" / "libtorch_cuda.so").exists():
+    if has_cuda():
         return f"torch {version('torch')} has CUDA itself, which nothing can stand in for: install a build for CPUs"
     if _compiler() is None:
         return "the stand-in for CUDA is built by a C++ compiler, and there is none"

@@ -80,6 +80,13 @@ struct Guard final : public c10::impl::DeviceGuardImplInterface {
     const auto index = device.index() < 0 ? current_device : device.index();
     return c10::Stream(c10::Stream::UNSAFE, {c10::DeviceType::CUDA, index}, call("new_stream", index).cast<int64_t>());
   }
+  // gloo takes a stream for each operation on the device's tensors, and waits for it.
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    if (!is_running()) return;
+    py::gil_scoped_acquire gil;
+    call("waited", "stream.synchronize", stream.device_index(), stream.id());
+  }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     const auto before = getStream(stream.device());
     stream_of[stream.device_index()] = stream.id();
@@ -650,6 +657,11 @@ class Call {
       synchronize(device_, schema_.name() + " (whose sizes the stand-in can't foresee)");
       return at_once();
     }
+    // The mean and deviation of a LayerNorm are float32 without memory and on CUDA; the CPU's kernels take its own dtype.
+    if (schema_.name() == "aten::native_layer_norm") {
+      const auto& scale = arguments_[2].isTensor() ? arguments_[2] : arguments_[0];
+      for (auto i : {1, 2}) shapes[i] = shapes[i].toTensor().to(scale.toTensor().scalar_type());
+    }
     std::vector<c10::IValue> outputs;
     std::vector<std::vector<at::Tensor>> made(shapes.size());
     std::size_t written = 0;
@@ -770,6 +782,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   library.impl("view", TORCH_FN(at::native::view));
   library.impl("_reshape_alias", TORCH_FN(at::native::_reshape_alias));
+  library.impl("set_.source_Storage", TORCH_FN(at::native::set_));
+  library.impl("set_.source_Storage_storage_offset", TORCH_FN(at::native::set_storage_cpu_));
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {

@@ -1,4 +1,7 @@
-"""The devices: their streams, which do work in order, events in them, and gates by which a test holds a stream back."""
+"""The devices: their streams, which do work in order, events in them, and gates by which a test holds a stream back.
+
+They report events and memory to torch's race sanitizer, as torch itself does on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
+
+from torch.cuda import _gpu_trace
 
 from fake_cuda.detector import Detector, Kind, Line
 from fake_cuda.places import here, named
@@ -77,6 +82,11 @@ class Event:
         self._point = Point()
         self._clock = Clock()
 
+    @property
+    def cuda_event(self) -> int:
+        """See ``torch.cuda.Event.cuda_event``."""
+        return id(self)
+
     def record(self, stream: Any = None) -> None:
         """See :meth:`torch.cuda.Event.record`."""
         machine = the_machine()
@@ -93,6 +103,7 @@ class Event:
             raise RuntimeError("CUDA error: invalid resource handle: an event is recorded on a stream of another device")
         machine.touch(line[0])
         self._line = line
+        _gpu_trace.EventRecordCallbacks.fire_callbacks(self.cuda_event, line[1])
         self._clock = dict(machine.detector.launch(line))
         self._point = machine.mark(line)
 
@@ -106,6 +117,7 @@ class Event:
             machine = the_machine()
             machine.detector.stream_waits(line, self._clock)
             machine.wait(line, self._point)
+            _gpu_trace.EventWaitCallbacks.fire_callbacks(self.cuda_event, line[1])
 
     def query(self) -> bool:
         """See :meth:`torch.cuda.Event.query`."""
@@ -118,6 +130,7 @@ class Event:
         """See :meth:`torch.cuda.Event.synchronize`."""
         if self._is_recorded("the host waits"):
             the_machine().host_waits("event.synchronize", [self._point], self._clock)
+            _gpu_trace.EventSynchronizationCallbacks.fire_callbacks(self.cuda_event)
 
     def elapsed_time(self, end_event: Event) -> float:
         """See :meth:`torch.cuda.Event.elapsed_time`."""
@@ -315,6 +328,7 @@ class Machine:
         """Have the host wait for a stream."""
         line = device, stream
         self.host_waits(what, [self.mark(line)], dict(self.detector.clock(line)))
+        _gpu_trace.StreamSynchronizationCallbacks.fire_callbacks(stream)
 
     def is_idle(self, line: Line) -> bool:
         """Whether a stream has done all its work; what it did is known to the calling thread then."""
@@ -331,6 +345,7 @@ class Machine:
         for line in lines:
             clock |= {line: self.detector.clock(line).get(line, 0)}
         self.host_waits("cuda.synchronize", [self.mark(line) for line in lines], clock)
+        _gpu_trace.DeviceSynchronizationCallbacks.fire_callbacks()
 
     # What the extension reports.
 
@@ -358,9 +373,11 @@ class Machine:
         self.touch(device)
         with self._lock:
             self.detector.allocated(address, (device, stream), is_intact=is_intact)
+        _gpu_trace.MemoryAllocationCallbacks.fire_callbacks(address)
 
     def freed(self, address: int) -> None:
         """Memory was freed: it is used again once its stream and the recorded ones have come this far."""
+        _gpu_trace.MemoryDeallocationCallbacks.fire_callbacks(address)
         with self._lock:
             block = self.detector.freed(address)
             assert block.owner is not None

@@ -1,4 +1,4 @@
-"""Puts what tests make on the device, so that suites written for CPUs run on the stand-in."""
+"""Puts what tests make on the device, so that suites written for CPUs run on the stand-in, or on a GPU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
 from fake_cuda import engine
+from fake_cuda.loading import is_enabled
 from fake_cuda.machine import the_machine
 
 _HERE: Final = Path(__file__).resolve().parent
@@ -45,23 +46,41 @@ class MadeByTests(TorchFunctionMode):
 
 
 @contextmanager
-def on_the_stand_in(rank: int = 0) -> Generator[None]:
+def on_cuda(rank: int = 0) -> Generator[None]:
     """Have the calling thread's tests on a rank's device.
 
     Raises:
         AssertionError: The stand-in reported a fault in their order of streams, events and memory.
     """
+    with _watched() if is_enabled() else _deterministic():
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+        with MadeByTests():
+            yield
+
+
+@contextmanager
+def _watched() -> Generator[None]:
     engine.watch()
     machine = the_machine()
     machine.forget()
-    torch.cuda.set_device(rank % machine.devices)
-    with MadeByTests():
-        yield
+    yield
     reports = [*map(str, machine.detector.reports)]
     assert not reports, "\n".join(reports)
 
 
-def is_on_the_stand_in() -> bool:
+@contextmanager
+def _deterministic() -> Generator[None]:
+    """Have a GPU give the same bits each time, and leave its memory to other processes afterwards."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        torch.cuda.empty_cache()
+
+
+def is_on_cuda() -> bool:
     """Whether tests of the calling thread make their tensors on the device."""
     return any(isinstance(mode, MadeByTests) for mode in torch.overrides._get_current_function_mode_stack())
 

@@ -27,7 +27,7 @@ from fake_cuda.machine import Event, Machine, Point, the_machine
 from fake_cuda.places import here, named
 
 _FAILED_BYTE: Final = 0xAB
-_OPS: Final = ("send", "receive", "all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier")
+_OPS: Final = ("send", "receive", "all_reduce", "broadcast", "all_gather", "reduce_scatter", "barrier", "exchange")
 
 
 class NcclWork(Work):
@@ -64,7 +64,7 @@ class NcclWork(Work):
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """What is compared between ranks, and what is done: ``header`` is the op, the bytes, and the root or peer.
+    """What is compared between ranks, and what is done: ``header`` is the op, the bytes, and the root, peer or received bytes.
 
     Its tensors are kept until it has ended, as NCCL's backend keeps them.
     """
@@ -130,7 +130,7 @@ class _Communicator:
         machine.launched(f"nccl {op}", *self.line, *addresses)
         for address in {*addresses[0], *addresses[1]}:
             machine.record_stream(address, *self.line)
-        size = sum(tensor.nbytes for tensor in (reads or writes))
+        size = sum(tensor.nbytes for tensor in (reads if reads or op == "exchange" else writes))
         done, end = Point(), Event()
         work = NcclWork(end, done, self.device)
         operation = _Operation((_OPS.index(op), size, other), named(here()), body, tuple(reads), tuple(writes), work, done)
@@ -189,6 +189,8 @@ class _Communicator:
             expected = list(operation.header)
             if rank != self.rank and _OPS[expected[0]] in {"send", "receive"}:
                 expected = [1 - expected[0], expected[1], self.rank]
+            elif rank != self.rank and _OPS[expected[0]] == "exchange":
+                expected = [expected[0], expected[2], expected[1]]
             if theirs != expected:
                 own_op = f"rank {self.rank} does {_said(operation.header)} at {operation.place}"
                 text = f"{own_op}, where rank {rank} does {_said(theirs)}"
@@ -198,6 +200,8 @@ class _Communicator:
 
 def _said(header: Sequence[int]) -> str:
     op, size, other = header
+    if _OPS[op] == "exchange":
+        return f"exchange of {size} bytes sent and {other} received"
     return f"{_OPS[op]} of {size} bytes" + (f" with {other}" if other >= 0 else "")
 
 
@@ -260,6 +264,10 @@ class ProcessGroupNCCL(ProcessGroup):
         """Return ``nccl``."""
         return "nccl"
 
+    def get_group_store(self) -> Store:
+        """Return the store by which its ranks met."""
+        return self._kept_store
+
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Make the communicator of all ranks now."""
         self._all(device.index)
@@ -289,6 +297,19 @@ class ProcessGroupNCCL(ProcessGroup):
             return begin()
         self._together.append((source, begin))
         return None
+
+    def exchange(self, sent: list[Tensor], received: list[Tensor], peer_rank: int) -> NcclWork:
+        """Do sends and receives of one pair of ranks as one operation, in which none waits for another of them."""
+        communicator, peer = self._pair(peer_rank, (*sent, *received)[0])
+        host = [[_host(tensor) for tensor in tensors] for tensors in (sent, received)]
+
+        def body(gloo: Any) -> None:
+            works = [gloo.recv([tensor], peer, tag) for tag, tensor in enumerate(host[1])]
+            works += [gloo.send([tensor], peer, tag) for tag, tensor in enumerate(host[0])]
+            for work in works:
+                work.wait()
+
+        return communicator.post("exchange", sent, received, body, sum(tensor.nbytes for tensor in received))
 
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> NcclWork:
         """See :func:`torch.distributed.all_reduce`."""
@@ -357,3 +378,16 @@ def install() -> None:
     c10d: Any = distributed.distributed_c10d
     c10d.ProcessGroupNCCL = ProcessGroupNCCL
     c10d._NCCL_AVAILABLE = True
+    one_by_one = c10d.batch_isend_irecv
+
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Work]:
+        """See :func:`torch.distributed.batch_isend_irecv`; a batch of this backend is one operation."""
+        group, peers = p2p_op_list[0].group, {op.group_peer for op in p2p_op_list}
+        if not isinstance(group, ProcessGroupNCCL):
+            return one_by_one(p2p_op_list)
+        if len(peers) > 1:
+            raise NotImplementedError(f"a batch with ranks {sorted(peers)}: the stand-in for NCCL has batches with one rank")
+        sent, received = ([op.tensor for op in p2p_op_list if op.op is way] for way in (c10d.isend, c10d.irecv))
+        return [group.exchange(sent, received, *peers)]
+
+    c10d.batch_isend_irecv = distributed.batch_isend_irecv = batch_isend_irecv

@@ -246,6 +246,7 @@ def install(machine: Machine) -> None:
         "is_bf16_supported": always,
         "is_initialized": always,
         "max_memory_allocated": _peak,
+        "max_memory_reserved": _reserved,  # what is reserved stays so
         "mem_get_info": lambda device=None: (_MEMORY_BYTES - _reserved(device), _MEMORY_BYTES),
         "memory_allocated": _allocated,
         "memory_reserved": _reserved,

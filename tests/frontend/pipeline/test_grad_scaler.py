@@ -36,7 +36,7 @@ class Steep(nn.Module):
         self.last = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.float16):
+        with torch.autocast(x.device.type, dtype=torch.float16):
             return self.last(self.first(x) * 8.0).float()
 
 

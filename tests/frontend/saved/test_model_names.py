@@ -112,7 +112,7 @@ def compiled(model: nn.Module, **options: Any) -> adaptra.Pipeline:
 
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
-        return torch.equal(one, other)
+        return torch.equal(one.cpu(), other.cpu())
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(value, other[name]) for name, value in one.items())
     return one == other

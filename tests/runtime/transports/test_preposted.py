@@ -24,10 +24,10 @@ def test_a_shape_that_comes_back_uses_the_receives_that_it_left() -> None:
         posted[tag] += 1
         return object()
 
-    pool = Pool(lambda specs: MessageBuffer(specs, torch.device("cpu")))
+    pool = Pool(MessageBuffer)
     receives = PrepostedReceives(post, pool, rank=1)
     shapes = [(TensorSpec((rows, 4096), torch.float32),) for rows in (2, 3)]
-    tags = [MessageBuffer(specs, torch.device("cpu")).tag for specs in shapes]
+    tags = [MessageBuffer(specs).tag for specs in shapes]
     rounds = 20
     for step in range(2 * rounds):
         specs = shapes[step % 2]  # the other shape is forgotten: nothing is reserved for it

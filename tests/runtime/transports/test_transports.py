@@ -98,7 +98,7 @@ def test_whether_a_gradient_is_wanted_is_no_part_of_a_message() -> None:
 class TestWire:
     def buffer(self, identity: Identity | None = None) -> MessageBuffer:
         identity = identity or forward(1)
-        buffer = MessageBuffer(identity.specs, torch.device("cpu"))
+        buffer = MessageBuffer(identity.specs)
         buffer.fill(make(identity))
         buffer.seal(identity, Attempt(3, 5), 12.5)
         return buffer
@@ -107,8 +107,8 @@ class TestWire:
         identity = forward(7, specs=bodies.SPECS, step=-(2**40))
         buffer = self.buffer(identity)
         assert buffer.check(identity) == 12.5
-        assert bodies.same(buffer.tensors(torch.device("cpu")), make(identity))
-        assert all(view.data_ptr() % 64 == 0 for view in buffer.tensors(torch.device("cpu")) if view.numel())
+        assert bodies.same(buffer.tensors(), make(identity))
+        assert all(view.data_ptr() % 64 == 0 for view in buffer.tensors() if view.numel())
 
     def test_a_header_says_of_which_attempt_it_is_and_what_follows(self) -> None:
         buffer = self.buffer(forward(1, specs=LARGE))
@@ -136,14 +136,12 @@ class TestWire:
     )
     def test_any_difference_is_refused_and_shown(self, other: Identity) -> None:
         with pytest.raises(TransportError, match=r"receive of 0SEND_F1 of step 0 on edge 0→1 with float32\[4\]: got "):
-            sent, expected = self.buffer(other), MessageBuffer(SMALL, torch.device("cpu"))
+            sent, expected = self.buffer(other), MessageBuffer(SMALL)
             expected.first.copy_(sent.first)
             expected.check(forward(1))
 
     def test_small_messages_travel_in_one_part_and_the_first_part_has_one_size(self) -> None:
-        small, large = (
-            MessageBuffer((TensorSpec((size,), torch.uint8),), torch.device("cpu")) for size in (INLINE_BYTES, INLINE_BYTES + 1)
-        )
+        small, large = (MessageBuffer((TensorSpec((size,), torch.uint8),)) for size in (INLINE_BYTES, INLINE_BYTES + 1))
         assert small.rest is None
         assert large.rest is not None
         assert small.first.numel() == large.first.numel() == HEADER_BYTES + INLINE_BYTES

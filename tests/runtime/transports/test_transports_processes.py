@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -29,30 +28,13 @@ Lost = tuple[str, int | None, tuple[int, int] | None, str | None, float]
 
 pytestmark = pytest.mark.processes
 
-MATRIX = (*bodies.ALL, *bodies.IN_ORDER)
-
-
-def run_matrix(rank: int, name: str) -> dict[str, str]:
-    """Every body on a transport of its own; what went wrong, by the name of the body."""
-    dist.init_process_group("gloo")
-    failures = {}
-    for body in MATRIX:
-        transport = create_transport(name)
-        try:
-            body(transport)
-        except BaseException:
-            failures[body.__name__] = traceback.format_exc()
-        transport.close()
-    assert dist.is_initialized()
-    return failures
-
 
 @pytest.fixture(scope="module", params=["c10d", "delegate"])
 def matrix(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    return run_processes(run_matrix, 3, request.param)
+    return run_processes(bodies.run_matrix, 3, request.param)
 
 
-@pytest.mark.parametrize("body", MATRIX, ids=lambda body: body.__name__)
+@pytest.mark.parametrize("body", bodies.MATRIX, ids=lambda body: body.__name__)
 def test_matrix(matrix: list[dict[str, str]], body: Callable[[Transport], None]) -> None:
     assert not [failures[body.__name__] for failures in matrix if body.__name__ in failures]
 
@@ -94,8 +76,6 @@ def test_c10d_without_a_launcher_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(LaunchError, match=r"no process group and no launcher such as torchrun: .*RANK"):
         C10dTransport()
-    with pytest.raises(LaunchError, match="backend 'pigeon': expected one of gloo, nccl"):
-        C10dTransport(backend="pigeon")
 
 
 def measure_delay(rank: int) -> list[Any]:

@@ -46,4 +46,4 @@ def exchange_on_gpu(rank: int) -> None:
 
 
 def test_messages_travel_between_gpus() -> None:
-    run_processes(exchange_on_gpu, 2)
+    run_processes(exchange_on_gpu, 2, is_fresh=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cuda_training import Training, train
 from processes import run_processes
 
 GPUS = torch.cuda.device_count()
@@ -18,33 +19,7 @@ pytestmark = [
 ]
 
 
-def train(rank: int, transport: str) -> list[str]:
-    """Return the losses of five steps and the weights after them."""
-    import adaptra
-
-    torch.cuda.set_device(rank)
-    torch.manual_seed(0)
-    layers = [torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU()) for _ in range(8)]
-    model, inputs, targets = torch.nn.Sequential(*layers), torch.randn(64, 256), torch.randn(64, 256)
-    pipe = adaptra.compile(
-        model.cuda(),
-        stages=2,
-        microbatches=8,
-        example_inputs=(inputs, targets),
-        loss=torch.nn.functional.mse_loss,
-        transport=transport,
-    )
-    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
-    shown: list[str] = []
-    for _ in range(5):
-        optimizer.zero_grad()
-        shown.append(float(pipe.step(inputs, targets)).hex())
-        optimizer.step()
-    shown += [str(value.cpu().tolist()) for value in pipe.full_state_dict().values()]
-    pipe.close()
-    torch.distributed.destroy_process_group()
-    return shown
-
-
 def test_two_ranks_train_over_nccl_as_over_the_delegate() -> None:
-    assert run_processes(train, 2, "nccl") == run_processes(train, 2, "delegate")
+    trainings = [Training(transport=transport, deterministic=True) for transport in ("nccl", "delegate")]
+    for over_nccl, over_the_delegate in run_processes(train, 2, *trainings, is_fresh=True):
+        assert over_nccl.is_bitwise(over_the_delegate)

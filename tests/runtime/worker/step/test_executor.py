@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -13,9 +13,11 @@ from strategies import programs
 from torch import Tensor
 
 from adaptra.errors import TransportError
+from adaptra.graph.ops.specs import MessageSpec
 from adaptra.passes.insert_comm import InsertComm
+from adaptra.passes.lower_comm import LowerComm
 from adaptra.program import Program
-from adaptra.program.schedules import forward_only
+from adaptra.program.schedules import forward_only, generate
 from adaptra.runtime.transports.base import Identity, Purpose, Transport
 from adaptra.runtime.transports.local import LocalHub, LocalTransport
 from adaptra.simulation.cost import CostModel
@@ -226,3 +228,33 @@ def test_an_evaluation_gives_its_buffers_back_after_each_forward() -> None:
     assert max(executor.receive_counts.values()) < 5
     results, _ = run_all(communicating, transports)
     assert [one.item() for one in results] == [4.0 * (k + 1) + 0.5 * k for k in range(5)]
+
+
+class Preparing(LocalTransport):
+    """Notes for what it is to make ready."""
+
+    def __init__(self, hub: LocalHub, rank: int) -> None:
+        super().__init__(hub, rank)
+        self.prepared: dict[str | None, tuple[dict[MessageSpec, int], dict[tuple[int, MessageSpec], int]]] = {}
+
+    def prepare(
+        self,
+        sent: Mapping[MessageSpec, int],
+        received: Mapping[tuple[int, MessageSpec], int],
+        lane: str | None = None,
+    ) -> None:
+        self.prepared[lane] = dict(sent), dict(received)
+
+
+def test_a_transport_makes_ready_for_what_a_program_has_under_way_on_each_lane() -> None:
+    """In 1F1B stage s of four has 4 - s microbatches in flight: so many messages may be between it and the next stage."""
+    cost = CostModel.uniform(4, 0.01, 0.01, 0.01)
+    program = LowerComm(slow=((1, 2), (1, 0))).apply(InsertComm("ahead").apply(generate("1f1b", 4, 8), cost), cost)
+    transport = Preparing(LocalHub(4), 1)
+    executor = executor_of(program, 1, transport, {1: Doubling()})
+    executor.make_ready()
+    counts = executor.receive_counts
+    assert transport.prepared == {
+        "delegate": ({SPEC: 3 + 4}, {}),
+        None: ({}, {(0, SPEC): counts[0, SPEC], (2, SPEC): counts[2, SPEC]}),
+    }
