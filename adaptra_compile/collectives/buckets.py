@@ -15,6 +15,9 @@ MESSAGE_BYTES: Final = 4 * 2**20
 LEAST_BYTES: Final = 256 * 2**10
 """The smallest bucket that is chosen. Smaller ones cost a processor as much time to handle as to copy."""
 
+LEAST_DEVICE_BYTES: Final = 64 * 2**20
+"""The smallest bucket of tensors on GPUs that is chosen. Each costs launches and waits for copies, however small it is."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorRange:
@@ -42,7 +45,7 @@ def bucket_bytes(replicas: int) -> int:
     return replicas * MESSAGE_BYTES
 
 
-def best_bucket_bytes(nbytes: int, replicas: int, link: Link) -> int:
+def best_bucket_bytes(nbytes: int, replicas: int, link: Link, least: int = LEAST_BYTES) -> int:
     """Return the bucket size at which sums over replicas are shortest.
 
     With k buckets of b bytes each, k+1 of them follow each other on a link, forth and back. Each costs P-1 times the latency
@@ -52,9 +55,10 @@ def best_bucket_bytes(nbytes: int, replicas: int, link: Link) -> int:
         nbytes: The bytes of all tensors.
         replicas: Their number P.
         link: The slowest link between two of them.
+        least: The smallest bucket that is chosen.
     """
     squared = nbytes * replicas * link.latency / link.per_byte if link.per_byte > 0 else math.inf
-    return max(nbytes if squared >= nbytes**2 else math.isqrt(int(squared)), LEAST_BYTES)
+    return max(nbytes if squared >= nbytes**2 else math.isqrt(int(squared)), least)
 
 
 def make_buckets(tensors: Sequence[tuple[int, int, Hashable]], limit: int) -> list[Bucket]:

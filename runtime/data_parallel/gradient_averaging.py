@@ -1,8 +1,8 @@
 """Gradient averaging: the ranks with the same stage in other pipelines combine their gradients after every step.
 
 The ranks of a job report failures to each other (see :mod:`adaptra.runtime.membership.membership`). That does not end the wait
-for an operation of a group. So a rank that fails closes the connections of its own groups. It asks no store for that: the store
-may be what is lost.
+for an operation of a group. So a rank that fails, or learns of a failure, closes the connections of its own groups. It asks no
+store for that: the store may be what is lost.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adaptra.collectives.buckets import best_bucket_bytes, bucket_bytes
+from adaptra.collectives.buckets import LEAST_BYTES, LEAST_DEVICE_BYTES, best_bucket_bytes, bucket_bytes
 from adaptra.collectives.rounds import Algorithm
 from adaptra.collectives.seconds import slowest
 from adaptra.errors import PeerLostError
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
+from adaptra.runtime.devices.read_later import ReadLater, moved_to
 from adaptra.runtime.transports.link_probe import measure_links
 from adaptra.runtime.transports.process_groups import (
     Members,
     broken_peer,
-    end_gloo_waits,
     end_group,
+    end_waits,
     is_gloo,
     new_group,
 )
@@ -101,11 +102,12 @@ class Replicas:
 
         All of them call it, when nothing else travels; raises as :meth:`combine_gradients`.
         """
+        least = LEAST_DEVICE_BYTES if self._gradients_on.type == "cuda" else LEAST_BYTES
         if self.count == 1 or not is_gloo(self._aside):
-            return bucket_bytes(self.count)
+            return max(bucket_bytes(self.count), least)
         with self._naming_the_lost():
             links = measure_links(self._aside, MEASURED_ROUNDS).values()
-        return best_bucket_bytes(nbytes, self.count, slowest([*links]))
+        return best_bucket_bytes(nbytes, self.count, slowest([*links]), least)
 
     def combine_gradients(self, like: Sequence[Tensor], gradient: Callable[[int], Tensor], *, mean: bool = True) -> int:
         """Replace every gradient by its mean over the replicas, or by their sum.
@@ -118,6 +120,8 @@ class Replicas:
             gradient: Returns the gradient of the parameter of this number once it is complete.
             mean: Whether to divide by the number of replicas.
 
+        On a GPU that works on the current stream, and this thread may wait for it.
+
         Returns:
             The bytes of the gradients.
 
@@ -127,18 +131,27 @@ class Replicas:
         if self.count > 1:
             with self._naming_the_lost():
                 self._sums[self._group].combine_late(like, gradient, mean=mean)
+                self._sums[self._group].check()
         return sum(one.nbytes for one in like)
 
     def combine_losses(
         self, losses: Tensor, *, mean: bool = True, aside: bool = False, beside: Sequence[Tensor] = ()
     ) -> Tensor:
         """Return the mean of the replicas' losses, or their sum, ``aside`` from a step or in it; raises as
-        :meth:`combine_gradients`. Tensors ``beside`` them are replaced by theirs.
+        :meth:`combine_gradients`. Tensors ``beside`` them, on the host, are replaced by theirs.
         """
-        combined = losses.clone()  # the original may still be under way to other ranks
+        combined = moved_to(self._device, losses)
+        if combined is losses:
+            combined = losses.clone()  # the original may still be under way to other ranks
+        others = [moved_to(self._device, one) for one in beside]
+        sums = self._sums[self._aside if aside else self._group]
         with self._naming_the_lost():
-            self._sums[self._aside if aside else self._group].combine([combined, *beside], mean=mean)
-        return combined
+            sums.combine([combined, *others], mean=mean)
+            for one, other in zip(beside, others, strict=True):
+                if other is not one:
+                    one.copy_(ReadLater(other).wait())
+            sums.check()
+        return moved_to(losses.device, combined)
 
     def any_has(self, has_property: bool) -> bool:
         """Return whether ``has_property`` is true on a replica. All of them call it before a step; raises as
@@ -229,7 +242,7 @@ class Replicas:
                 return
             self._ended = True
         for group in self._groups:
-            end_gloo_waits(group)
+            end_waits(group)
 
     def end(self) -> None:
         """End the groups, once nothing is under way and nothing has failed. May be called again."""

@@ -46,7 +46,10 @@ class OpClock:
         """Mark the present time, in the order of the queued ops."""
         if self._stream_of is None:
             return time.monotonic()
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+        try:
+            event = self._free.pop()
+        except IndexError:  # asked for by then: another thread may have taken the last one
+            event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._stream_of))
         return event
 

@@ -1,4 +1,4 @@
-"""Values of a device that the host reads later, without waiting for them."""
+"""Values on their way between a device and the host, which does not wait for them, or as late as it can."""
 
 from __future__ import annotations
 
@@ -33,3 +33,12 @@ class ReadLater:
         if self._copied is not None and not self.is_there:
             self._copied.synchronize()
         return self._values
+
+
+def moved_to(device: torch.device, tensor: Tensor) -> Tensor:
+    """Return a tensor on a device. The host waits only for values that it is to have itself."""
+    if tensor.is_cuda and device.type == "cpu":
+        return ReadLater(tensor).wait()
+    if device.type == "cuda" and not tensor.is_cuda:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.runtime.devices.read_later import moved_to
 from adaptra.runtime.transports.base import Identity, Purpose, Transport
 
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -86,9 +87,9 @@ class GradientNorms:
         if not places:
             return torch.zeros((), device=self._device)
         order = torch.tensor([places[name] for name in self._order if name in places])
-        norms = torch.cat([_on(self._device, norms) for _, (norms, _) in sorted(tables.items())])
+        norms = torch.cat([moved_to(self._device, norms) for _, (norms, _) in sorted(tables.items())])
         dtype = reduce(torch.promote_types, {_DTYPES[code] for _, code in held if code != _ABSENT})
-        return torch.linalg.vector_norm(norms[_on(self._device, order)].to(dtype), norm_type)
+        return torch.linalg.vector_norm(norms[moved_to(self._device, order)].to(dtype), norm_type)
 
     def _own(self, norm_type: float) -> tuple[Tensor, Tensor]:
         """Return the norms of this rank's gradients on its device, and on the host the codes of their precisions."""
@@ -145,10 +146,3 @@ class GradientNorms:
     def _spec(self, rank: int) -> MessageSpec:
         count = len(self._counted[rank])
         return TensorSpec((count,), torch.float64), TensorSpec((count,), torch.uint8)
-
-
-def _on(device: torch.device, tensor: Tensor) -> Tensor:
-    """Return a tensor on a device. The host does not wait for the copy."""
-    if device.type == "cuda" and not tensor.is_cuda:
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

@@ -146,8 +146,12 @@ def end_group(group: ProcessGroup) -> None:
 
 def is_gloo(group: ProcessGroup) -> bool:
     """Return whether gloo alone carries a group's tensors, of whatever device."""
+    return _backends_of(group) == {"gloo"}
+
+
+def _backends_of(group: ProcessGroup) -> set[str]:
     of: Any = group
-    return all(of._get_backend(device).name() == "gloo" for device in of._device_types)
+    return {of._get_backend(device).name() for device in of._device_types}
 
 
 def _client_for(backend: str) -> Store:
@@ -186,11 +190,17 @@ def make_groups(members: Members) -> dict[ChannelClass, ProcessGroup]:
     return {channel: new_group(members.part(channel.name.lower()), "gloo", FOR_EVER) for channel in ChannelClass}
 
 
-def end_gloo_waits(group: ProcessGroup) -> None:
-    """End all waits for operations of a gloo group, here and at its other members.
+def end_waits(group: ProcessGroup) -> None:
+    """End all waits for operations of a group: here, and with gloo at its other members too.
 
-    gloo can't cancel a wait, but it closes all connections of a group when one of its waits times out.
+    gloo can't cancel a wait, but it closes all connections of a group when one of its waits times out. NCCL ends the operations
+    of this member without success. So each member that learns of a loss calls it.
     """
+    names = _backends_of(group)
+    if names != {"gloo"}:
+        group.abort()
+    if "gloo" not in names:
+        return
     for peer in range(group.size()):
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):  # its timeout

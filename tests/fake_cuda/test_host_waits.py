@@ -10,12 +10,12 @@ from collections.abc import Callable
 import pytest
 from processes import run_processes
 
-RANKS = DEVICES = 2
+STAGES = DEVICES = 2
 SOON = 200.0
 STEADY = 12  # what is compared in a pipeline's first steps only is over by then
 
 
-def waits_of_steady_steps(rank: int, transport: str) -> tuple[list[str], list[str]]:
+def waits_of_steady_steps(rank: int, transport: str, may_adapt: bool) -> tuple[list[str], list[str]]:
     """Return where the host waited in each of two steps of steady training, a line per thread, place and count."""
     import threading
 
@@ -31,7 +31,13 @@ def waits_of_steady_steps(rank: int, transport: str) -> tuple[list[str], list[st
     inputs, targets = torch.randn(16, 8, device="cuda"), torch.randint(0, 5, (16,), device="cuda")
     loss = nn.functional.cross_entropy
     pipe = adaptra.compile(
-        model, stages=RANKS, microbatches=4, example_inputs=(inputs, targets), loss=loss, transport=transport
+        model,
+        stages=STAGES,
+        microbatches=4,
+        example_inputs=(inputs, targets),
+        loss=loss,
+        transport=transport,
+        options=adaptra.Options(adapt=may_adapt),
     )
     optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
     machine, own = the_machine(), threading.current_thread().name
@@ -66,9 +72,15 @@ def shown(waits: Counter[str], own: str) -> list[str]:
     return [f"{thread}: {count} × {where}" for (_, thread, where), count in sorted(counted.items())]
 
 
-@pytest.mark.parametrize("transport", ["delegate", "c10d", "nccl"])
-def test_the_host_waits_for_the_device_where_it_is_allowed_to_alone(golden: Callable[[str, str], None], transport: str) -> None:
-    found = run_processes(waits_of_steady_steps, RANKS, transport, timeout=SOON, is_fresh=True)
+@pytest.mark.parametrize(
+    ("transport", "replicas", "name"),
+    [("delegate", 1, "delegate"), ("c10d", 1, "c10d"), ("nccl", 1, "nccl"), ("delegate", 2, "replicas")],
+)
+def test_the_host_waits_for_the_device_where_it_is_allowed_to_alone(
+    golden: Callable[[str, str], None], transport: str, replicas: int, name: str
+) -> None:
+    # Replicas that adapt may give each other microbatches, and each of those waits.
+    found = run_processes(waits_of_steady_steps, STAGES * replicas, transport, replicas == 1, timeout=SOON, is_fresh=True)
     assert [one for one, _ in found] == [other for _, other in found]
     lines = [f"rank {rank}, {line}" for rank, (waits, _) in enumerate(found) for line in waits]
-    golden(f"host_waits_{transport}.txt", "\n".join(lines) + "\n")
+    golden(f"host_waits_{name}.txt", "\n".join(lines) + "\n")

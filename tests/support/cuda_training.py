@@ -93,7 +93,11 @@ class Training:
             loss=token_loss if self.size.blocks else functional.cross_entropy,
             transport=self.transport,
             placement=self.placement,
-            options=adaptra.Options(schedule=self.schedule, deterministic=self.deterministic),
+            options=adaptra.Options(
+                schedule=self.schedule,
+                deterministic=self.deterministic,
+                reduce=adaptra.Reduce(bucket=2048),  # several, so that sums begin before the last W
+            ),
         )
         return pipe, inputs, targets
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
@@ -16,13 +17,34 @@ from adaptra.collectives.buckets import bucket_bytes, make_buckets
 from adaptra.collectives.rounds import Algorithm, TermMessage, direct
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
 from adaptra.runtime.data_parallel.collectives.terms import Terms
+from adaptra.runtime.devices.events import recorded
+from adaptra.runtime.devices.read_later import ReadLater
+from adaptra.runtime.transports.nccl.communicator import failure_of
 from adaptra.runtime.transports.process_groups import is_gloo
 
-_Flying = tuple[TermMessage, Tensor, dist.Work | None]
+
+@dataclass(frozen=True, slots=True)
+class _Flying:
+    """A message under way.
+
+    Attributes:
+        message: What it is.
+        tensor: The value.
+        memory: What the group sends or fills: of a value on a GPU a copy in pinned memory, unless the group carries GPUs' own.
+        work: The operation; None if another one's stands for it.
+    """
+
+    message: TermMessage
+    tensor: Tensor
+    memory: Tensor
+    work: dist.Work | None
 
 
 class GroupSum:
     """The canonical sum, see :mod:`.fold`, over the ranks of a group. It keeps the memory of what arrives for the next one.
+
+    Values stay on their device and are added there, on the calling thread's stream. With gloo, those of a GPU cross by way of
+    pinned memory; the calling thread waits for what it sends.
 
     Args:
         group: Its ranks in the order of the sum.
@@ -46,6 +68,7 @@ class GroupSum:
         self._dtype = dtype
         self._memory = SpareMemory()
         self._through_host = is_gloo(group)
+        self._unchecked: list[tuple[torch.cuda.Event, list[dist.Work]]] = []
 
     def combine(self, tensors: Sequence[Tensor], *, mean: bool) -> None:
         """Replace tensors by their sum or mean over the group's ranks, which call it together.
@@ -79,23 +102,41 @@ class GroupSum:
         self._run(list(map(_real, like)), tensors, mean)
         tensors.write_back()
 
+    def check(self) -> None:
+        """Wait until messages between GPUs have ended, and raise if one of them failed. What it was to bring is no result.
+
+        Raises:
+            RuntimeError: A message failed.
+        """
+        unchecked, self._unchecked = self._unchecked, []
+        for ended, works in unchecked:
+            if not ended.query():
+                ended.synchronize()
+            for error in map(failure_of, works):
+                if error is not None:
+                    raise RuntimeError(f"a message of a sum over replicas failed: {error}") from error
+
     def _run(self, like: Sequence[Tensor], tensors: _Contiguous, mean: bool) -> None:
         buckets = make_buckets([(one.numel(), one.element_size(), (one.dtype, one.device)) for one in like], self._limit)
-        device = torch.device("cpu") if self._through_host else None
-        terms = Terms(tensors.of, like, buckets, self._replicas, self._rank, mean, self._memory, self._dtype, device)
+        terms = Terms(tensors.of, like, buckets, self._replicas, self._rank, mean, self._memory, self._dtype)
         rounds = [
             [one for one in each if terms.size(one.value.part)]
             for each in _rounds(self._algorithm, self._replicas, len(buckets) * self._replicas, self._rank)
         ]
         left = Counter(one.value.part // self._replicas for each in rounds for one in each)
         flying: deque[_Flying] = deque()
+        works: list[dist.Work] = []
 
         def finish() -> None:
-            message, tensor, work = flying.popleft()
-            if work is not None:
-                work.wait()
+            ended = flying.popleft()
+            message = ended.message
+            if ended.work is not None:
+                ended.work.wait()
+                works.append(ended.work)
             if message.destination == self._rank:
-                terms.arrived(message.value, tensor)
+                if ended.memory is not ended.tensor:
+                    ended.tensor.copy_(ended.memory, non_blocking=True)
+                terms.arrived(message.value, ended.tensor)
             bucket = message.value.part // self._replicas
             left[bucket] -= 1
             if not left[bucket]:
@@ -110,6 +151,8 @@ class GroupSum:
             self._begin(each, rounds[moment + ahead : moment + ahead + 1], terms, flying)
         while flying:
             finish()
+        if works and not self._through_host and like[0].is_cuda:
+            self._unchecked.append((recorded(torch.cuda.current_stream(like[0].device)), works))
 
     def _begin(
         self, sends: Iterable[TermMessage], receives: Iterable[Sequence[TermMessage]], terms: Terms, flying: deque[_Flying]
@@ -118,8 +161,13 @@ class GroupSum:
         arriving = [(one, terms.place(one.value)) for each in receives for one in each if one.destination == self._rank]
         leaving = [(one, terms.value(one.value)) for one in sends if one.source == self._rank]
         if self._through_host:
-            flying += [(one, tensor, self._group.recv([tensor], one.source, 0)) for one, tensor in arriving]
-            flying += [(one, tensor, self._group.send([tensor], one.destination, 0)) for one, tensor in leaving]
+            for one, tensor in arriving:
+                memory = torch.empty_like(tensor, device="cpu", pin_memory=True) if tensor.is_cuda else tensor
+                flying.append(_Flying(one, tensor, memory, self._group.recv([memory], one.source, 0)))
+            copies = [ReadLater(tensor) for _, tensor in leaving]
+            for (one, tensor), copy in zip(leaving, copies, strict=True):
+                memory = copy.wait()
+                flying.append(_Flying(one, tensor, memory, self._group.send([memory], one.destination, 0)))
         elif arriving or leaving:
             # NCCL begins a round's messages as one, and gives one work for all of them.
             group, device = self._group, [*arriving, *leaving][0][1].device
@@ -132,7 +180,9 @@ class GroupSum:
             ]
             if pairs:
                 works = [group._end_coalescing(device), *[None] * (len(works) - 1)]
-            flying += [(*message, work) for message, work in zip([*arriving, *leaving], works, strict=True)]
+            flying += [
+                _Flying(one, tensor, tensor, work) for (one, tensor), work in zip([*arriving, *leaving], works, strict=True)
+            ]
 
 
 class _Contiguous:

@@ -29,7 +29,6 @@ class Terms:
         mean: Whether the sum is divided by the number of replicas.
         memory: The memory of what arrives.
         dtype: The least precise dtype of additions, or None for that of the terms.
-        device: The device of what travels, or None for the tensors' own.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class Terms:
         mean: bool,
         memory: SpareMemory,
         dtype: torch.dtype | None = None,
-        device: torch.device | None = None,
     ) -> None:
         self._get = get
         self._like = [like[bucket[0].tensor] for bucket in buckets]
@@ -53,7 +51,6 @@ class Terms:
         self._divisor = replicas if mean else 1
         self._memory = memory
         self._dtype = dtype
-        self._device = device
         self._packed: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._held: dict[int, dict[tuple[int, int], Tensor]] = {}
 
@@ -95,7 +92,7 @@ class Terms:
             return self._own(part)
         like = self._like[part // self._replicas]
         dtype = like.dtype if end == first + 1 else self._sum_dtype(part)
-        return self._memory.take(self.size(part), dtype, self._device or like.device)
+        return self._memory.take(self.size(part), dtype, like.device)
 
     def arrived(self, value: Value, tensor: Tensor) -> None:
         """Record a value that has arrived in the memory of :meth:`place`."""
@@ -132,9 +129,8 @@ class Terms:
         if bucket not in self._packed:
             pieces = list(map(self._piece, self._buckets[bucket]))
             whole = pieces[0]
-            device = self._device or whole.device
-            if len(pieces) > 1 or whole.device != device:
-                whole = self._memory.take(self._counts[bucket], whole.dtype, device)
+            if len(pieces) > 1:
+                whole = self._memory.take(self._counts[bucket], whole.dtype, whole.device)
                 for place, piece in zip(whole.split([one.numel() for one in pieces]), pieces, strict=True):
                     place.copy_(piece)
             parts = [whole[part_of(whole.numel(), self._replicas, index)] for index in range(self._replicas)]

@@ -14,9 +14,9 @@ from adaptra.runtime.transports.c10d.preposted import FIRST_TAG
 from adaptra.runtime.transports.process_groups import (
     Members,
     control_plane,
-    end_gloo_waits,
     end_group,
     end_keys,
+    end_waits,
     initialise,
     make_groups,
 )
@@ -54,7 +54,7 @@ class Communicators:
     def end_waits(self) -> None:
         """End all waits, here and at the other ranks."""
         for group in self._groups.values():
-            end_gloo_waits(group)
+            end_waits(group)
 
     def close(self, is_idle: bool, store: Store) -> None:
         """Release the communicators if none of their operations is under way, and the default group if it was set up here.

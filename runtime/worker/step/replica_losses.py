@@ -49,7 +49,7 @@ class ReplicaLosses:
         if own < self.microbatches:
             losses = torch.cat([losses, losses.new_zeros(self.microbatches - own, *losses.shape[1:])])
         compared = (sum(rows), *(() if hooks is None else hooks.marks()))
-        marks = losses.new_tensor(bits_of(compared), dtype=torch.float32)
+        marks = torch.tensor(bits_of(compared), dtype=torch.float32)  # on the host, where they are read
         combined = self.replicas.combine_losses(losses, mean=mean, aside=hooks is None, beside=[marks])
         means = (marks if mean else marks / self.replicas.count).tolist()
         if mean and not are_equal(means[:BITS]):

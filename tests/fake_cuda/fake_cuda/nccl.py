@@ -205,8 +205,35 @@ def _said(header: Sequence[int]) -> str:
     return f"{_OPS[op]} of {size} bytes" + (f" with {other}" if other >= 0 else "")
 
 
+class _Together(Work):
+    """Messages that were begun as one."""
+
+    def __init__(self, works: Sequence[NcclWork]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Have the current stream wait for all; the host goes on."""
+        return all([work.wait() for work in self._works])
+
+    def is_completed(self) -> bool:
+        """Whether all have ended."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Whether all have ended and did what they were to do."""
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> Exception | None:
+        """Return why one failed, or None."""
+        return next((work.error for work in self._works if work.error is not None), None)
+
+
 class ProcessGroupNCCL(ProcessGroup):
-    """See torch's class of this name."""
+    """See torch's class of this name; it is its group's only backend as well."""
+
+    _device_types = (torch.device("cuda"),)
+    supports_coalescing = True
 
     class Options:
         """What torch sets; nothing of it is needed."""
@@ -219,6 +246,19 @@ class ProcessGroupNCCL(ProcessGroup):
         self._timeout: timedelta = getattr(options, "_timeout", None) or timedelta(seconds=60)
         self._communicators: dict[str, _Communicator] = {}
         self._is_aborted = False
+        self._together: list[tuple[int, Callable[[], NcclWork]]] | None = None
+
+    def _get_backend(self, device: torch.device) -> ProcessGroupNCCL:
+        return self
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._together = []
+
+    def _end_coalescing(self, device: torch.device) -> _Together:
+        """Begin messages as one: their order on each side is of no account, so all ranks take them by their source."""
+        assert self._together is not None
+        begun, self._together = sorted(self._together, key=lambda one: one[0]), None
+        return _Together([begin() for _, begin in begun])
 
     def getBackendName(self) -> str:  # noqa: N802
         """Return ``nccl``."""
@@ -232,17 +272,31 @@ class ProcessGroupNCCL(ProcessGroup):
         """Make the communicator of all ranks now."""
         self._all(device.index)
 
-    def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> NcclWork:  # noqa: N803
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Any:  # noqa: N803
         """See :func:`torch.distributed.isend`; the tag is passed over, as by NCCL."""
-        communicator, peer = self._pair(dstRank, tensors[0])
-        host = [_host(tensor) for tensor in tensors]
-        return communicator.post("send", tensors, [], lambda gloo: gloo.send(host, peer, 0).wait(), peer)
 
-    def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> NcclWork:  # noqa: N803
+        def begin() -> NcclWork:
+            communicator, peer = self._pair(dstRank, tensors[0])
+            host = [_host(tensor) for tensor in tensors]
+            return communicator.post("send", tensors, [], lambda gloo: gloo.send(host, peer, 0).wait(), peer)
+
+        return self._begin(self.rank(), begin)
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Any:  # noqa: N803
         """See :func:`torch.distributed.irecv`; the tag is passed over, as by NCCL."""
-        communicator, peer = self._pair(srcRank, tensors[0])
-        host = [_host(tensor) for tensor in tensors]
-        return communicator.post("receive", [], tensors, lambda gloo: gloo.recv(host, peer, 0).wait(), peer)
+
+        def begin() -> NcclWork:
+            communicator, peer = self._pair(srcRank, tensors[0])
+            host = [_host(tensor) for tensor in tensors]
+            return communicator.post("receive", [], tensors, lambda gloo: gloo.recv(host, peer, 0).wait(), peer)
+
+        return self._begin(srcRank, begin)
+
+    def _begin(self, source: int, begin: Callable[[], NcclWork]) -> Any:
+        if self._together is None:
+            return begin()
+        self._together.append((source, begin))
+        return None
 
     def exchange(self, sent: list[Tensor], received: list[Tensor], peer_rank: int) -> NcclWork:
         """Do sends and receives of one pair of ranks as one operation, in which none waits for another of them."""
