@@ -17,7 +17,7 @@ EXTRAS: Final = {
     "transformers": (("transformers", "accelerate"), "PipelineTrainer"),
     "viz": (("matplotlib",), "pictures"),
     "exact": (("ortools",), "exact plans"),
-    "gpu": (("triton",), "packing messages on a GPU"),
+    "gpu": (("triton",), "packing messages and adding gradients on a GPU"),
     "metrics": (("prometheus_client",), "metrics for Prometheus"),
     "tensorboard": (("tensorboard",), "scalars for TensorBoard"),
     "otel": (("opentelemetry_sdk",), "traces for OpenTelemetry"),

@@ -214,7 +214,9 @@ class _Together(Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Have the current stream wait for all; the host goes on."""
-        return all([work.wait() for work in self._works])
+        for work in self._works:
+            work.wait()
+        return True
 
     def is_completed(self) -> bool:
         """Whether all have ended."""
@@ -232,7 +234,7 @@ class _Together(Work):
 class ProcessGroupNCCL(ProcessGroup):
     """See torch's class of this name; it is its group's only backend as well."""
 
-    _device_types = (torch.device("cuda"),)
+    _device_types = (torch.device("cuda"),)  # pyright: ignore[reportAssignmentType] - torch's stub has a property
     supports_coalescing = True
 
     class Options:
