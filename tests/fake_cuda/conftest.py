@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,11 +13,21 @@ if TYPE_CHECKING:
     from fake_cuda.machine import Machine
 
 
+HERE = Path(__file__).parent
+WITHOUT = "it needs the stand-in for CUDA: make fake_cuda, or pytest --device=cuda with a torch for CPUs"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests here without the stand-in, before their fixtures."""
+    if not is_enabled():
+        for item in items:
+            if HERE in item.path.parents:
+                item.add_marker(pytest.mark.skip(reason=WITHOUT))
+
+
 @pytest.fixture(autouse=True)
 def on_device() -> None:
     """Tests here name their devices themselves."""
-    if not is_enabled():
-        pytest.skip("it needs the stand-in for CUDA: make fake_cuda, or pytest --device=cuda with a torch for CPUs")
 
 
 @pytest.fixture
