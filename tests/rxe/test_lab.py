@@ -14,15 +14,15 @@ import pytest
 from paths import RXE
 
 
-def processes_of(exchange: Path) -> list[int]:
-    """The processes that have this folder in their command line."""
+def processes_of(exchange: Path, program: str = "") -> list[int]:
+    """The processes that have this folder in their command line, which begins with a program."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             text = path.read_bytes()
         except OSError:
             continue
-        if os.fsencode(str(exchange)) in text:
+        if os.fsencode(str(exchange)) in text and text.startswith(program.encode()):
             found.append(int(path.parent.name))
     return found
 
@@ -46,7 +46,8 @@ def test_a_lab_ends_with_the_process_that_started_it(
     starter = subprocess.Popen([sys.executable, "-c", script], cwd=RXE, env=os.environ | {"TMPDIR": str(tmp_path)})
     try:
         until(lambda: any(path.stat().st_size for path in tmp_path.glob("lab.*/console")))
-        assert processes_of(tmp_path)
+        until(lambda: bool(processes_of(tmp_path, "/bin/sh")))  # the guard, which is started after the kernel
+        assert len(processes_of(tmp_path)) > 1
         starter.send_signal(signal.SIGKILL)
         starter.wait()
         until(lambda: not processes_of(tmp_path) and not list(tmp_path.iterdir()))
