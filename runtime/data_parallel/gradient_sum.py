@@ -207,7 +207,7 @@ class GradientSum:
 
     def _sum(self) -> tuple[Any, Any, int]:
         parameters = self._gradients.parameters
-        if self._stream is not None and parameters:
+        if self._stream is not None:
             self._gradients.take(0)  # a sum on a GPU begins behind its first bucket's W
         started = self._mark()
         with named("REDUCE"):

@@ -20,7 +20,7 @@ from adaptra.errors import TransportError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Program
 from adaptra.runtime.injection.faults import Fault, link_delay, link_occupancy
-from adaptra.runtime.transports.base import ChannelClass, Identity, PathCounts, Pending, Transport, now
+from adaptra.runtime.transports.base import ChannelClass, Identity, LaneTraffic, PathCounts, Pending, Transport, now
 from adaptra.runtime.transports.pending import wait_for
 from adaptra.runtime.world.world import Attempt
 
@@ -163,14 +163,9 @@ class FaultyTransport(Transport):
         """See :meth:`Transport.reserve`."""
         self._transport.reserve(counts)
 
-    def prepare(
-        self,
-        sent: Mapping[MessageSpec, int],
-        received: Mapping[tuple[int, MessageSpec], int],
-        lane: str | None = None,
-    ) -> None:
+    def prepare(self, traffic: LaneTraffic) -> None:
         """See :meth:`Transport.prepare`."""
-        self._transport.prepare(sent, received, lane)
+        self._transport.prepare(traffic)
 
     def stand_by(self, source_rank: int, like: Identity, count: int) -> None:
         """See :meth:`Transport.stand_by`."""

@@ -272,6 +272,21 @@ class PathCounts(NamedTuple):
     changes: int
 
 
+@dataclass(frozen=True, slots=True)
+class LaneTraffic:
+    """The messages of a program on one lane, as one rank sends and receives them.
+
+    Attributes:
+        sent: For the specs of a message, the largest number of such messages that are under way at a time.
+        received: For (source rank, specs of a message), the largest number that are posted or kept at a time.
+        lane: See :meth:`Transport.use_lanes`.
+    """
+
+    sent: Mapping[MessageSpec, int]
+    received: Mapping[tuple[int, MessageSpec], int]
+    lane: str | None = None
+
+
 class Transport(ABC):
     """One rank's end of the network.
 
@@ -377,18 +392,8 @@ class Transport(ABC):
             count: The number of messages.
         """
 
-    def prepare(  # noqa: B027 - few have anything to do
-        self,
-        sent: Mapping[MessageSpec, int],
-        received: Mapping[tuple[int, MessageSpec], int],
-        lane: str | None = None,
-    ) -> None:
+    def prepare(self, traffic: LaneTraffic) -> None:  # noqa: B027 - few have anything to do
         """Do ahead what the first messages of a program would wait for, such as to pin their memory. Runs beside training.
-
-        Args:
-            sent: For the specs of a message, the largest number of such messages that are under way at a time.
-            received: For (source rank, specs of a message), the largest number that are posted or kept at a time.
-            lane: The lane that they take, see :meth:`use_lanes`.
 
         Raises:
             LaunchError: A device refuses.

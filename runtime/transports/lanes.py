@@ -18,7 +18,7 @@ from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Kind, Program
 from adaptra.program.dependencies import peer_stage
 from adaptra.program.placement import Edge
-from adaptra.runtime.transports.base import Identity, PathCounts, Pending, Purpose, Transport
+from adaptra.runtime.transports.base import Identity, LaneTraffic, PathCounts, Pending, Purpose, Transport
 from adaptra.runtime.world.world import Attempt
 
 
@@ -110,14 +110,9 @@ class LanedTransport(Transport):
         for transport in self._all:
             transport.reserve(counts)
 
-    def prepare(
-        self,
-        sent: Mapping[MessageSpec, int],
-        received: Mapping[tuple[int, MessageSpec], int],
-        lane: str | None = None,
-    ) -> None:
+    def prepare(self, traffic: LaneTraffic) -> None:
         """See :meth:`Transport.prepare`."""
-        (self._default if lane is None else self._lanes[lane]).prepare(sent, received)
+        (self._default if traffic.lane is None else self._lanes[traffic.lane]).prepare(traffic)
 
     def clock_of(self, rank: int) -> float:
         """See :meth:`Transport.clock_of`."""

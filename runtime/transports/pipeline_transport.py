@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Program
 from adaptra.runtime.control_store.signed_store import under
-from adaptra.runtime.transports.base import Identity, PathCounts, Pending, Transport
+from adaptra.runtime.transports.base import Identity, LaneTraffic, PathCounts, Pending, Transport
 from adaptra.runtime.world.world import Attempt, WorkerId
 
 
@@ -72,14 +73,9 @@ class PipelineTransport(Transport):
         """See :meth:`Transport.reserve`. The reservation is that of the whole job."""
         self._job.reserve(self._of_job(counts))
 
-    def prepare(
-        self,
-        sent: Mapping[MessageSpec, int],
-        received: Mapping[tuple[int, MessageSpec], int],
-        lane: str | None = None,
-    ) -> None:
+    def prepare(self, traffic: LaneTraffic) -> None:
         """See :meth:`Transport.prepare`."""
-        self._job.prepare(sent, self._of_job(received), lane)
+        self._job.prepare(replace(traffic, received=self._of_job(traffic.received)))
 
     def _of_job(self, counts: Mapping[tuple[int, MessageSpec], int]) -> dict[tuple[int, MessageSpec], int]:
         return {(self.members[rank], specs): count for (rank, specs), count in counts.items()}

@@ -30,6 +30,7 @@ from adaptra.program.transport_contract import Contract
 from adaptra.runtime.transports.base import (
     ChannelClass,
     Identity,
+    LaneTraffic,
     MessageLayout,
     Pending,
     check_tensors,
@@ -163,14 +164,9 @@ class C10dTransport(GuardedTransport):
         """See :meth:`Transport.reserve`."""
         self._pool.reserve(counts)
 
-    def prepare(
-        self,
-        sent: Mapping[MessageSpec, int],
-        received: Mapping[tuple[int, MessageSpec], int],
-        lane: str | None = None,
-    ) -> None:
+    def prepare(self, traffic: LaneTraffic) -> None:
         """See :meth:`Transport.prepare`. Allocates the memory of sent messages, and compiles what packs them."""
-        for specs, count in sent.items():
+        for specs, count in traffic.sent.items():
             free = self._sent.setdefault(layout_of(specs), [])
             free.extend(self._copies.allocate(specs) for _ in range(count - len(free)))
             self._copies.compile_for(specs)

@@ -70,7 +70,7 @@ class EngineMessages:
             if free:
                 return free.pop()
             self._made[layout_of(specs)] += 1
-        return self._make(self._engine.allocate(HEADER_BYTES + flat_bytes(specs)), specs)
+        return self._new(specs)
 
     def provide(self, specs: MessageSpec, count: int) -> None:
         """Make messages to be sent until there are as many of this layout, used and free."""
@@ -78,7 +78,10 @@ class EngineMessages:
             missing = count - self._made[layout_of(specs)]
             self._made[layout_of(specs)] += max(0, missing)
         for _ in range(missing):
-            self.recycle(self._make(self._engine.allocate(HEADER_BYTES + flat_bytes(specs)), specs))
+            self.recycle(self._new(specs))
+
+    def _new(self, specs: MessageSpec) -> EngineMessage:
+        return self._make(self._engine.allocate(HEADER_BYTES + flat_bytes(specs)), specs)
 
     def recycle(self, message: EngineMessage) -> None:
         """Use a message again, because it was sent."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from adaptra import _C
 from adaptra.graph.ops.specs import MessageSpec
-from adaptra.runtime.transports.base import ChannelClass, Identity, now
+from adaptra.runtime.transports.base import ChannelClass, Identity, LaneTraffic, now
 from adaptra.runtime.transports.delegate.delegate import DelegateTransport
 from adaptra.runtime.transports.delegate.engine import StartedEngine
 from adaptra.runtime.transports.delegate.engine_memory import EngineMessage
@@ -69,18 +69,13 @@ class GpuDelegateTransport(DelegateTransport):
             thread.join(_JOIN_SECONDS)
         self._staging.close()
 
-    def prepare(
-        self,
-        sent: Mapping[MessageSpec, int],
-        received: Mapping[tuple[int, MessageSpec], int],
-        lane: str | None = None,
-    ) -> None:
+    def prepare(self, traffic: LaneTraffic) -> None:
         """See :meth:`Transport.prepare`. Pins host memory of the messages, and compiles what packs them."""
         slots: Counter[tuple[int, int]] = Counter()
-        for (rank, specs), count in received.items():
+        for (rank, specs), count in traffic.received.items():
             slots[rank, HEADER_BYTES + flat_bytes(specs)] += count
         with torch.cuda.device(self._device):
-            for specs, count in sent.items():
+            for specs, count in traffic.sent.items():
                 self._messages.provide(specs, count)
                 self._staging.compile_for(specs)
             for (rank, size), count in slots.items():

@@ -21,7 +21,7 @@ from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import INPUT_GRADIENT, RECEIVED_BY, RULE, SENT_BY, other_end, peer_stage
 from adaptra.runtime.devices.device_clock import Mark
 from adaptra.runtime.measuring.monitor import Monitor
-from adaptra.runtime.transports.base import PURPOSE_OF, Identity, MessageLayout, Pending, Transport, layout_of
+from adaptra.runtime.transports.base import PURPOSE_OF, Identity, LaneTraffic, MessageLayout, Pending, Transport, layout_of
 
 _ASKED: Final = TensorSpec((1,), torch.uint8)
 """Says beside the targets whether a replica asks for outputs."""
@@ -128,7 +128,7 @@ class ProgramMessages:
                     under_way[edge] += 1
                     sent.setdefault(op.lane, Counter())[edge[-1]] += 1
         for lane in sent.keys() | received.keys():
-            self._transport.prepare(sent.get(lane, {}), received.get(lane, {}), lane)
+            self._transport.prepare(LaneTraffic(sent.get(lane, {}), received.get(lane, {}), lane))
 
     def _most_under_way(self, sent: Op) -> int:
         """Return the most messages of an edge, either way, that are under way: their microbatches are held before it."""

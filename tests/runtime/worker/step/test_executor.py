@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -18,7 +18,7 @@ from adaptra.passes.insert_comm import InsertComm
 from adaptra.passes.lower_comm import LowerComm
 from adaptra.program import Program
 from adaptra.program.schedules import forward_only, generate
-from adaptra.runtime.transports.base import Identity, Purpose, Transport
+from adaptra.runtime.transports.base import Identity, LaneTraffic, Purpose, Transport
 from adaptra.runtime.transports.local import LocalHub, LocalTransport
 from adaptra.simulation.cost import CostModel
 
@@ -237,13 +237,8 @@ class Preparing(LocalTransport):
         super().__init__(hub, rank)
         self.prepared: dict[str | None, tuple[dict[MessageSpec, int], dict[tuple[int, MessageSpec], int]]] = {}
 
-    def prepare(
-        self,
-        sent: Mapping[MessageSpec, int],
-        received: Mapping[tuple[int, MessageSpec], int],
-        lane: str | None = None,
-    ) -> None:
-        self.prepared[lane] = dict(sent), dict(received)
+    def prepare(self, traffic: LaneTraffic) -> None:
+        self.prepared[traffic.lane] = dict(traffic.sent), dict(traffic.received)
 
 
 def test_a_transport_makes_ready_for_what_a_program_has_under_way_on_each_lane() -> None:
