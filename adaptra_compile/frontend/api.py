@@ -13,7 +13,6 @@ this process.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -56,6 +55,7 @@ def compile(
     transport: str | None = None,
     options: Options | None = None,
     weights: str | Path | None = None,
+    replicas: int | None = None,
 ) -> Pipeline:
     """Compile a model into a training pipeline that adapts to slow links and stages.
 
@@ -97,6 +97,9 @@ def compile(
             example's device. A .safetensors file, a folder of such files as on Hugging Face's
             hub, or a checkpoint of torch.distributed.checkpoint. With None the modules' own ``reset_parameters`` compute
             them, with the values that one process would draw.
+        replicas: The number of data-parallel replicas. With None, the ranks make as many as they can. Fewer ranks than these
+            replicas have may run them: some ranks then also host workers of other replicas. Every number stays that of as many
+            ranks. Each replica needs one rank that is given its batch.
 
     Raises:
         OptionError: An argument is invalid. The text names it.
@@ -123,6 +126,7 @@ def compile(
         placement,
         reduction=reduction,
         weights=weights,
+        replicas=replicas,
     )
     refuse_accelerate(request.whole_model)
     pipeline = Pipeline(request)
@@ -213,7 +217,9 @@ class Pipeline(LayoutMethods, ObservationMethods):
                 refuse_accelerator()
             self._follow(session, evaluates=False)
             args, given = self._arguments.positional(inputs, targets)
-            batch = session.batches.of(args, given, named)
+            session.require_outputs_at_home(wanted)
+            hosted = session.hosted_batches.of("step", args, given, named, with_loss=True, training=True)
+            batch = hosted[self.replica]
             require_no_gradient(batch.inputs, session.compiled.inputs.labels, "inputs")
             require_no_gradient(batch.targets, session.compiled.targets.labels, "targets")
             if session.look is not None:
@@ -222,10 +228,14 @@ class Pipeline(LayoutMethods, ObservationMethods):
                 session.batches.prepare_outputs(batch)
             session.batches.compare_rows("step", inputs, targets, named)
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
-        given_to_all = {"inputs": batch.inputs, "targets": batch.targets, "shape": batch.number}
         to_all = wanted == "all" and session.is_launched
-        run = partial(Worker.step, **given_to_all, loss_scale=scale, with_outputs=bool(wanted), to_all=to_all)
-        by_rank = session.local.on_every_rank(run, name_of_call("step", wanted))
+
+        def run(worker: Worker) -> tuple[Tensor, list[Tensor] | None]:
+            given = hosted[worker.replica]
+            how = {"with_outputs": bool(wanted), "to_all": to_all}
+            return worker.step(given.inputs, given.targets, scale, given.number, **how)
+
+        by_rank = session.local.on_every_rank(run, name_of_call("step", wanted))[: len(session.local.home)]
         self._losses = by_rank[0][0]
         loss = session.reduction.of_batch(self._losses, batch.shares)
         if not wanted:
@@ -289,12 +299,18 @@ class Pipeline(LayoutMethods, ObservationMethods):
         with session.local.at_the_door():
             self._follow(session, evaluates=True)
             args, given = self._arguments.positional(inputs, targets)
-            batch = session.batches.of(args, given, named, with_loss=with_loss, training=False)
+            session.require_outputs_at_home(outputs or not with_loss)
+            hosted = session.hosted_batches.of(call, args, given, named, with_loss=with_loss, training=False)
+            batch = hosted[self.replica]
             session.batches.compare_rows(call, inputs, targets, named)
-        given_to_all = {"inputs": batch.inputs, "targets": batch.targets if with_loss else None, "shape": batch.number}
         to_all = outputs == "all" and session.is_launched
-        run = partial(Worker.evaluate, **given_to_all, with_outputs=bool(outputs) and with_loss, to_all=to_all)
-        by_rank = session.local.on_every_rank(run, name_of_call(call, outputs))
+
+        def run(worker: Worker) -> tuple[Tensor | None, list[Tensor] | None]:
+            given = hosted[worker.replica]
+            how = {"with_outputs": bool(outputs) and with_loss, "to_all": to_all}
+            return worker.evaluate(given.inputs, given.targets if with_loss else None, given.number, **how)
+
+        by_rank = session.local.on_every_rank(run, name_of_call(call, outputs))[: len(session.local.home)]
         losses = by_rank[0][0]
         loss = None if losses is None else session.reduction.of_batch(losses, batch.shares)
         if losses is not None and not outputs:

@@ -23,7 +23,7 @@ from adaptra.frontend.followed.following import Following
 from adaptra.frontend.losses.batch_look import BatchLook, example_weights
 from adaptra.frontend.losses.rows_together import rows_together
 from adaptra.frontend.planned.stage_planning import PipelineSpec, PlannedPipeline
-from adaptra.frontend.planned.worker_factory import open_recorder
+from adaptra.frontend.planned.worker_factory import close_all, open_recorders, states_with_guests
 from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.running.session import Session
 from adaptra.frontend.saved.model_names import ModelNames
@@ -43,7 +43,7 @@ from adaptra.graph.ops.weighted_loss import WeightedLoss
 from adaptra.program.placement import is_straight, stages_of
 from adaptra.progress import Progress, log_progress, shown_progress
 from adaptra.runtime.devices.determinism import set_deterministic
-from adaptra.runtime.launch.agreement import agree, disagree
+from adaptra.runtime.launch.agreement import agree_here, disagree
 from adaptra.runtime.launch.free_memory import free_memory
 from adaptra.runtime.launch.launch import Launch, launch
 from adaptra.runtime.worker.batch import example_microbatch, rows_of, split_rows
@@ -77,7 +77,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         options.timeout,
         device=device,
         placement=request.placed,
-        roles=request.roles,
+        roles=request.roles or request.replicas,
         with_delegate=options.uses_delegate,
         addresses=options.addresses,
     )
@@ -88,8 +88,8 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         try:
             if options.deterministic:
                 set_deterministic(device)
-            recorder = open_recorder(options, launched)
-            opened.callback(recorder.close)
+            recorders = open_recorders(options, launched)
+            opened.callback(close_all, recorders)
             with _progress(launched) as progress:
                 with generators_kept():
                     planned = _compile(request, spec, args, targets, kwargs, progress, empty_on)
@@ -110,18 +110,20 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
             for transport in launched.transports:
                 disagree(transport, "pipeline", error)
             raise
-        if planned.compiled.difference is not None and _is_first(launched):
+        if planned.compiled.difference is not None and launched.is_first:
             logger.warning("%s; Options(captured='accept') leaves this out", planned.compiled.difference)
-        for line in planned.alone if _is_first(launched) else ():
+        for line in planned.alone if launched.is_first else ():
             logger.info(line)
-        if len(launched.transports) == 1:  # ranks of one process compile once together
-            agree(launched.transports[0], "pipeline", planned.facts(), options.timeout)
-        states = sharing.states(model, planned.compiled, request.placed, launched.ranks)
-        workers = planned.factory.workers(launched, recorder, states, planned.initial)
+        if not launched.in_threads:  # which compile once together
+            agree_here(launched, planned.facts(), options.timeout)
+        at_home = sharing.states(model, planned.compiled, request.placed, launched.ranks)
+        workers = planned.factory.workers(
+            launched, recorders, states_with_guests(launched, at_home, planned.compiled), planned.initial
+        )
         opened.pop_all()
     recompile, following = _later_compilations(request, planned, model, empty_on, is_alone=launched.in_threads)
     names = ModelNames(model, planned.compiled.saved)
-    local = LocalWorkers(planned, launched, workers, recorder, sharing)
+    local = LocalWorkers(planned, launched, workers, recorders, sharing)
     session = Session(spec, local, names, recompile, look, following)
     try:
         session.held.align_copies()
@@ -161,11 +163,7 @@ def _later_compilations(
 
 def _progress(launched: Launch) -> AbstractContextManager[Progress]:
     """Return the progress display. Only the first rank shows it, since all ranks do the same."""
-    return shown_progress() if _is_first(launched) else nullcontext(log_progress)
-
-
-def _is_first(launched: Launch) -> bool:
-    return launched.transports[0].rank == 0
+    return shown_progress() if launched.is_first else nullcontext(log_progress)
 
 
 def _compile(
@@ -252,14 +250,14 @@ def _check_mean(
         if has_values:
             weights = example_weights(compiled, split_rows([*flat[0], *flat[1]], (rows,) * request.microbatches))
             unequal = next((one for one in weights if not one.are_alike), None)
-        if has_values and _is_first(launched):
+        if has_values and launched.is_first:
             text = rows_together(request.whole_model, request.loss, compiled, *flat, request.microbatches)
             text = text or unequal_weights(request.loss, compiled, targets, request.microbatches, rows, device)
     if text is None and unequal is not None:
         text = f"reduction='mean': microbatches of the example {unequal}, {UNEQUAL}"
     if text is not None:
         look.end()
-        if _is_first(launched):
+        if launched.is_first:
             logger.warning(text)
     return look
 
@@ -287,6 +285,7 @@ def _spec(request: CompileArguments, launched: Launch, *, is_to_come: bool) -> P
         replicas,
         any(transport.contract.in_order for transport in launched.transports),
         is_to_come=is_to_come,
+        guests=launched.world.guests,
     )
 
 

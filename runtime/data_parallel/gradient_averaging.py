@@ -73,20 +73,21 @@ class Replicas:
         worker: This one.
         name: No other world's of this job.
         device: The device of this worker's gradients.
+        backend: The backend of the groups, None for the job's own.
 
     Attributes:
         index: The index of this rank's pipeline in the job, from 0.
         count: The number of replicas.
     """
 
-    def __init__(self, world: World, worker: WorkerId, name: str, device: torch.device) -> None:
+    def __init__(self, world: World, worker: WorkerId, name: str, device: torch.device, backend: str | None = None) -> None:
         self.index, place = world.seat(worker)
         self._world = world
         self._gradients_on = device
         self._column = world.column(place)
         self.count = len(self._column)
         self._groups = tuple(
-            new_group(Members(f"{name}/stage {place}{part}", self.index, self.count))
+            new_group(Members(f"{name}/stage {place}{part}", self.index, self.count), backend)
             for part in (("", " aside") if self.count > 1 else ())
         )
         self._sums = {one: GroupSum(one) for one in self._groups}

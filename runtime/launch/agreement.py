@@ -12,6 +12,8 @@ from torch.distributed import DistError
 
 from adaptra.errors import LaunchError
 from adaptra.runtime.exchange.store_exchange import Check, exchange, no_check, records_of
+from adaptra.runtime.launch.connecting import on_threads
+from adaptra.runtime.launch.launch import Launch
 from adaptra.runtime.transports.base import Transport
 
 _FAILED: Final = "failed: "
@@ -48,6 +50,11 @@ def agree(transport: Transport, what: str, facts: Mapping[str, object], timeout:
             f"{what}: rank {', '.join(map(str, different))} compiled something else than rank 0: {fact}: expected every rank "
             "to build the same model and to call adaptra.compile with the same arguments"
         )
+
+
+def agree_here(launched: Launch, facts: Mapping[str, object], timeout: float, check: Check = no_check) -> None:
+    """Check with all workers of this process that every rank has the same facts of the pipeline; raises as :func:`agree`."""
+    on_threads(lambda transport: agree(transport, "pipeline", facts, timeout, check), launched.transports, launched.device)
 
 
 def _digest(fact: object) -> str:

@@ -11,7 +11,8 @@ abandoned.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Final, Generic, TypeVar
 
@@ -25,6 +26,7 @@ from adaptra.runtime.membership.process_membership import Listener, ProcessMembe
 from adaptra.runtime.membership.timing import HeartbeatTiming
 
 T = TypeVar("T")
+Item = TypeVar("Item")
 
 _CLOSE_SECONDS: Final = 2.0
 
@@ -72,6 +74,40 @@ def connect(membership: ProcessMembership, store: Store, rank: int, make: Callab
         raise
     finally:
         membership.remove(listener)
+
+
+def on_threads(run: Callable[[Item], T], items: Sequence[Item], device: torch.device) -> list[T]:
+    """Call a function for each item, each on a thread of its own, as these calls may wait for each other.
+
+    Args:
+        run: The function.
+        items: The items. For a single one there is no thread.
+        device: The current device of the threads.
+
+    Returns:
+        The results, in order.
+
+    Raises:
+        Exception: The first error. Other threads are abandoned.
+    """
+    if len(items) == 1:
+        return [run(items[0])]
+    happened: SimpleQueue[_Done[tuple[int, T]] | BaseException] = SimpleQueue()
+
+    def numbered(number: int, item: Item) -> tuple[int, T]:
+        return number, run(item)
+
+    for number, item in enumerate(items):
+        arguments = partial(numbered, number, item), happened, device.index
+        threading.Thread(target=_run, args=arguments, name=f"adaptra {number} of {len(items)}", daemon=True).start()
+    results: dict[int, T] = {}
+    for _ in items:
+        outcome = happened.get()
+        if isinstance(outcome, BaseException):
+            raise outcome
+        number, result = outcome.made
+        results[number] = result
+    return [results[number] for number in range(len(items))]
 
 
 class _Done(Generic[T]):

@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from adaptra.checks import nearest_multiple
-from adaptra.errors import LaunchError
+from adaptra.errors import LaunchError, OptionError
 from adaptra.program.roles import Roles
 from adaptra.runtime.control_store.secret import VARIABLE, fingerprint, given_secret
 from adaptra.runtime.control_store.signed_store import signed, under
@@ -22,7 +23,7 @@ from adaptra.runtime.control_store.stores import Connection, own_address, rank_0
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.exchange.store_exchange import Check, exchange, no_check
 from adaptra.runtime.launch.arguments import agree_on_arguments
-from adaptra.runtime.launch.connecting import connect
+from adaptra.runtime.launch.connecting import connect, on_threads
 from adaptra.runtime.launch.environment import is_told_of_others
 from adaptra.runtime.launch.several_hosts import check_launcher
 from adaptra.runtime.membership.membership import Membership
@@ -33,9 +34,18 @@ from adaptra.runtime.transports.local import LocalHub
 from adaptra.runtime.transports.nccl.edges import edges_of
 from adaptra.runtime.transports.nccl.join import check_device
 from adaptra.runtime.transports.pipeline_transport import PipelineTransport
-from adaptra.runtime.transports.process_groups import Members, end_group, end_keys, job_store, keys_of, new_group, sweep
+from adaptra.runtime.transports.process_groups import (
+    Members,
+    end_group,
+    end_keys,
+    job_store,
+    keys_of,
+    new_group,
+    own_client,
+    sweep,
+)
 from adaptra.runtime.transports.registry import create_transport
-from adaptra.runtime.world.world import Attempt, Place, ProcessId, World
+from adaptra.runtime.world.world import Attempt, Place, ProcessId, WorkerId, World
 
 T = TypeVar("T")
 
@@ -47,12 +57,12 @@ class Launch:
     """The workers that this process runs, and what joins them to others.
 
     Attributes:
-        transports: The job's, one per worker run here: all of one pipeline as threads, or the one of this process. Their ranks
-            are workers.
+        transports: The job's, one per worker run here: all of one pipeline as threads, or those that this process hosts, of its
+            home first. Their ranks are workers.
         world: The world that they are in.
         process: This process.
         membership: This process's, from its launch on.
-        replicas: This process's peers in other pipelines.
+        replicas: The peers in other pipelines, of each worker run here.
         device: The device on which this process trains, with its number if there are several.
         job: Joins this process to others.
     """
@@ -61,19 +71,24 @@ class Launch:
     world: World
     process: ProcessId
     membership: ProcessMembership
-    replicas: Replicas
+    replicas: tuple[Replicas, ...]
     device: torch.device
     job: Job | OneProcess
 
     @property
     def ranks(self) -> list[Place]:
-        """The workers run here, by their places in their pipeline."""
-        return [self.world.seat(worker).place for worker in self.world.hosted(self.process)]
+        """The places of the workers run here in their pipelines, each once."""
+        return list(dict.fromkeys(self.world.seat(worker).place for worker in self.world.hosted(self.process)))
 
     @property
     def replica(self) -> int:
-        """The replica of the workers run here."""
-        return self.world.seat(self.world.hosted(self.process)[0]).replica
+        """The replica in which this process is at home."""
+        return self.world.home(self.process)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the first of the job."""
+        return self.process == self.world.processes[0]
 
     @property
     def row(self) -> tuple[ProcessId, ...]:
@@ -83,7 +98,7 @@ class Launch:
     @property
     def roles(self) -> Roles | None:
         """The roles of all processes; None if they can't change."""
-        return self.world.roles if self.job.averages else None
+        return self.world.roles if self.job.averages and not self.world.has_guests else None
 
     @property
     def in_threads(self) -> bool:
@@ -100,7 +115,8 @@ class Launch:
         """Return the part of one of these transports, or of one that wraps it, that joins the workers of its pipeline."""
         if self.world.replicas == 1:
             return transport
-        return PipelineTransport(transport, self.replica, self.world.pipeline(self.replica))
+        replica = self.world.seat(WorkerId(transport.rank)).replica
+        return PipelineTransport(transport, replica, self.world.pipeline(replica))
 
     @property
     def attempt(self) -> Attempt:
@@ -145,7 +161,8 @@ class Launch:
 
     def end(self) -> None:
         """Release the groups that were made for this world, once its transports are closed and nothing has failed."""
-        self.replicas.end()
+        for replicas in self.replicas:
+            replicas.end()
 
     def enter(self, world: World) -> Launch:
         """Join the workers of this process in a later world. All processes call it with the same one.
@@ -184,7 +201,7 @@ class OneProcess:
         hub, workers = LocalHub(world.places), world.pipeline(0)
         transports = tuple(map(hub.transport, workers))
         replicas = Replicas(world, workers[0], "threads", self._device)
-        return Launch(transports, world, ProcessId(0), self._membership, replicas, self._device, self)
+        return Launch(transports, world, ProcessId(0), self._membership, (replicas,) * len(workers), self._device, self)
 
     def tell(self, _attempt: Attempt, _what: str, text: str, _timeout: float, _check: Check) -> list[str]:
         """Return the only text."""
@@ -309,13 +326,20 @@ class Job:
         return make() if self.ranks == 1 else connect(self.membership, self.store, self.rank, make)
 
     def _enter(self, world: World, name: str) -> Launch:
-        process = ProcessId(self.rank)
-        (worker,) = world.hosted(process)
-        transport = self._carriers.join(Members(f"{name}/workers", worker, len(world.hosts)), world)
-        if world.epoch:
-            transport.begin(Attempt(world.epoch))
-        replicas = Replicas(world, worker, name, self._carriers.device)
-        return Launch((transport,), world, process, self.membership, replicas, self._carriers.device, self)
+        process, device = ProcessId(self.rank), self._carriers.device
+        workers = world.hosted(process)
+        backend = "gloo" if world.has_guests else None  # NCCL takes each device once
+
+        def join(worker: WorkerId) -> tuple[Transport, Replicas]:
+            with own_client() if len(workers) > 1 else nullcontext():
+                transport = self._carriers.join(Members(f"{name}/workers", worker, len(world.hosts)), world)
+                if world.epoch:
+                    transport.begin(Attempt(world.epoch))
+                return transport, Replicas(world, worker, name, device, backend)
+
+        joined = on_threads(join, workers, device)
+        transports, replicas = zip(*joined, strict=True)
+        return Launch(transports, world, process, self.membership, replicas, device, self)
 
     def _join_everyone(self) -> None:
         """Make the group of all processes of the world, unless there is one of the same processes."""
@@ -384,7 +408,7 @@ def launch(
     *,
     device: torch.device = HOST,
     placement: Sequence[int] | None = None,
-    roles: Roles | None = None,
+    roles: Roles | int | None = None,
     with_delegate: bool = False,
     addresses: Sequence[str] = (),
 ) -> Launch:
@@ -398,14 +422,15 @@ def launch(
         timeout: Seconds to wait for the other ranks.
         device: The device on which this process trains.
         placement: The place of each stage in its pipeline; None for one on each.
-        roles: The replica and stage of each rank of the job; None for consecutive ranks.
+        roles: The replica and stage of each rank of the job. Or the number of replicas: with fewer ranks than workers, ranks
+            host several. None for as many replicas as consecutive ranks make.
         with_delegate: Whether some edges may take the delegate, which is then set up beside the transport.
         addresses: Addresses of this host for the delegate; see :class:`adaptra.runtime.options.Options`.
 
     Raises:
         LaunchError: The delegate is requested beside a transport other than c10d and NCCL. Or NCCL is for a model that is on no
-            GPU. Or the number of ranks is not a multiple of
-            ``size``; says what to change. Or a rank has other arguments or has not come; names it.
+            GPU. Or the ranks don't make ``replicas`` of ``size``, or are not a multiple of it; says what to change. Or a rank
+            has other arguments or has not come; names it.
         PeerLostError: A rank failed or died while the ranks connected; names it.
     """
     between = "delegate" if device.type == "cuda" and not with_delegate else "c10d"
@@ -417,6 +442,8 @@ def launch(
     if name == "nccl":
         check_device(device)
     if name == "local":
+        if isinstance(roles, int) and roles != 1:
+            raise LaunchError(f"replicas={roles}: expected 1 without a launcher; start {size} to {roles * size} processes")
         return OneProcess(ProcessMembership(), device).enter(World.of_threads(size))
     if not is_launched():
         raise LaunchError(
@@ -427,7 +454,8 @@ def launch(
         check_launcher(os.environ, socket.gethostname())
         dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    spares = Reservation(_clients_of(name, with_delegate))
+    hosted = -(-roles // max(1, ranks // size)) if isinstance(roles, int) else 1
+    spares = Reservation(hosted * _clients_of(name, with_delegate))
     # Making groups waits for all ranks, so the ranks first agree on which groups to make.
     call = job_store().add(f"adaptra launches/{rank}", 1)
     contributed = agree_on_arguments(
@@ -435,20 +463,46 @@ def launch(
     )
     if rank == 0:
         sweep()
-    if ranks % size:
-        raise LaunchError(
-            f"{ranks} ranks for a pipeline of {size}: expected a multiple of {size} ranks (more make data-parallel replicas); "
-            f"start {nearest_multiple(ranks, size)} processes or ask for another number of stages"
-        )
-    usual = Roles.initial(ranks, size)
-    averages = roles not in (None, usual) or ranks != size
+    world = _world(size, ranks, roles, name)
+    averages = world.replicas > 1 or world.hosts != tuple(range(size))
     carriers = Carriers(name, with_delegate, addresses, device, tuple(range(size)) if placement is None else placement)
     job = Job(carriers, call, contributed, timeout, spares, averages)
     try:
-        return job.enter(World.of_roles(roles or usual))
+        return job.enter(world)
     except BaseException:
         job.membership.close()
         raise
+
+
+def _world(size: int, ranks: int, roles: Roles | int | None, transport: str) -> World:
+    """Return the job's first world.
+
+    Raises:
+        LaunchError: The ranks don't make such a job; says what to change.
+    """
+    if isinstance(roles, Roles):
+        return World.of_roles(roles)
+    if roles is None and ranks % size:
+        raise LaunchError(
+            f"{ranks} ranks for a pipeline of {size}: expected a multiple of {size} ranks (more make data-parallel replicas); "
+            f"start {nearest_multiple(ranks, size)} processes, ask for another number of stages, or give replicas= to have "
+            "some ranks host several workers"
+        )
+    count = ranks // size if roles is None else roles
+    least, most = max(size, count), count * size
+    if not least <= ranks <= most:
+        raise LaunchError(
+            f"{ranks} ranks for replicas={count} of {size} ranks: expected {least} to {most}: each of its {most} workers needs "
+            "one, which may host others of the same stages, and each replica one that is given its batch"
+        )
+    if ranks < most and transport == "nccl":
+        raise LaunchError(
+            f"transport 'nccl' with {ranks} ranks for {most} workers: expected transport='delegate', as NCCL takes a GPU once"
+        )
+    try:
+        return World.of_fewer(ranks, size, count)
+    except OptionError as error:
+        raise LaunchError(str(error)) from error
 
 
 def _clients_of(name: str, with_delegate: bool) -> int:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Generator
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
@@ -36,6 +37,20 @@ _LAZY: Final = "TORCH_GLOO_LAZY_INIT"
 _ENDED: Final = "adaptra ended"
 _PROBE_TAG: Final = 2**31 - 2
 """The tag of messages that nobody receives."""
+_thread: Final = threading.local()
+
+
+@contextlib.contextmanager
+def own_client() -> Generator[None]:
+    """Have groups that this thread makes within this context meet by a client of their own.
+
+    Where several threads of a process make groups at once, one would wait on a common client for what the other has to write.
+    """
+    _thread.client = clone(job_store())
+    try:
+        yield
+    finally:
+        del _thread.client
 
 
 def initialise(backend: str) -> bool:
@@ -160,6 +175,9 @@ def _client_for(backend: str) -> Store:
     The wait for a member blocks all users of a client. Groups of gloo only wait while they are made, which is one after the
     other, so they share one.
     """
+    own: Store | None = getattr(_thread, "client", None)
+    if own is not None:
+        return own
     meets_at_once = backend == "gloo" and os.environ.get(_LAZY, "0").lower() in ("", "0", "false", "n", "no", "off")
     shared = client_of_groups() if meets_at_once else None
     return clone(job_store()) if shared is None else shared

@@ -379,6 +379,11 @@ class Worker:
         return self._context.rank
 
     @property
+    def replica(self) -> int:
+        """The replica whose pipeline it is in."""
+        return self._context.replica
+
+    @property
     def monitor(self) -> Monitor:
         """Records this rank's ops and messages."""
         return self._context.monitor

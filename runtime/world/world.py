@@ -3,14 +3,18 @@
 Four numberings meet here, so each has a type of its own. A worker is a place of one replica's pipeline, and keeps its number
 for the life of the job. Processes are numbered by their launcher. A change of roles gives workers to other processes, a change
 of cut points gives places other stages. Either begins a new epoch.
+
+A process is at home in one replica, whose batch it is given. Where processes are fewer than workers, some host workers of other
+replicas too. All workers of a process are at one place, so they have one copy of the parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, NewType
 
+from adaptra.errors import OptionError
 from adaptra.program.roles import Roles
 
 WorkerId = NewType("WorkerId", int)
@@ -55,26 +59,50 @@ class World:
         epoch: The number of changes before.
         places: The number of workers of each replica's pipeline.
         hosts: The process of each worker, by worker.
+        homes: The replica in which each of :attr:`processes` is at home.
     """
 
     epoch: int
     places: int
     hosts: tuple[ProcessId, ...]
+    homes: tuple[int, ...]
 
     @staticmethod
     def of_roles(roles: Roles) -> World:
         """Return the first world of a job in which each process hosts the worker of its role."""
-        return World(0, roles.stages, tuple(map(ProcessId, roles.ranks)))
+        return World(0, roles.stages, *_of_roles(roles))
 
     @staticmethod
     def of_threads(places: int) -> World:
         """Return the first world of one pipeline whose workers are threads of one process."""
-        return World(0, places, (ProcessId(0),) * places)
+        return World(0, places, (ProcessId(0),) * places, (0,))
+
+    @staticmethod
+    def of_fewer(processes: int, places: int, replicas: int) -> World:
+        """Return the first world of a job in which the processes of each place host its workers evenly.
+
+        With as many processes as workers it is that of consecutive roles.
+
+        Raises:
+            OptionError: A place has no process, or a replica is no process's home.
+        """
+        columns = [range(place, processes, places) for place in range(places)]
+        if not min(processes, replicas) or not all(columns):
+            raise OptionError(f"{processes} processes for {replicas} replicas of {places} ranks: expected at least {places}")
+        hosts = [ProcessId(column[replica % len(column)]) for replica in range(replicas) for column in columns]
+        homes = [min(_replicas_on(process, hosts, places)) for process in range(min(processes, len(hosts)))]
+        for replica in sorted(set(range(replicas)).difference(homes)):
+            others = sorted(hosts[replica * places : (replica + 1) * places], reverse=True)
+            moved = next((one for one in others if homes.count(homes[one]) > 1), None)
+            if moved is None:
+                raise OptionError(f"{processes} processes for {replicas} replicas: expected one at home in each of them")
+            homes[moved] = replica
+        return World(0, places, tuple(hosts), tuple(homes))
 
     def followed_by(self, roles: Roles | None = None) -> World:
         """Return the world of the next epoch, with other roles of its processes if they are given."""
-        hosts = self.hosts if roles is None else tuple(map(ProcessId, roles.ranks))
-        return replace(self, epoch=self.epoch + 1, hosts=hosts)
+        hosts, homes = (self.hosts, self.homes) if roles is None else _of_roles(roles)
+        return replace(self, epoch=self.epoch + 1, hosts=hosts, homes=homes)
 
     @property
     def roles(self) -> Roles:
@@ -109,9 +137,46 @@ class World:
         return tuple(WorkerId(replica * self.places + place) for replica in range(self.replicas))
 
     def hosted(self, process: ProcessId) -> tuple[WorkerId, ...]:
-        """Return the workers that a process hosts."""
-        return tuple(WorkerId(worker) for worker, host in enumerate(self.hosts) if host == process)
+        """Return the workers that a process hosts, those of its home first."""
+        home = self.home(process)
+        here = [WorkerId(worker) for worker, host in enumerate(self.hosts) if host == process]
+        return tuple(sorted(here, key=lambda worker: (self.seat(worker).replica != home, worker)))
+
+    def home(self, process: ProcessId) -> int:
+        """Return the replica in which a process is at home."""
+        return self.homes[self.processes.index(process)]
+
+    def is_guest(self, worker: WorkerId) -> bool:
+        """Return whether a worker is of another replica than its process's home."""
+        return self.home(self.hosts[worker]) != self.seat(worker).replica
+
+    @property
+    def guests(self) -> frozenset[WorkerId]:
+        """The workers that are guests."""
+        return frozenset(filter(self.is_guest, map(WorkerId, range(len(self.hosts)))))
+
+    @property
+    def has_guests(self) -> bool:
+        """Whether any worker is a guest."""
+        return bool(self.guests)
+
+    def giver(self, replica: int) -> ProcessId:
+        """Return the process that gives a replica's batch to those that host its workers and are at home elsewhere."""
+        return self.processes[self.homes.index(replica)]
+
+    def takers(self, replica: int) -> tuple[ProcessId, ...]:
+        """Return the processes that host workers of a replica and are at home elsewhere."""
+        return tuple(sorted({self.hosts[worker] for worker in self.pipeline(replica) if self.is_guest(worker)}))
 
     def hosts_of(self, workers: Iterable[WorkerId]) -> tuple[ProcessId, ...]:
         """Return the processes of some workers, one for each."""
         return tuple(self.hosts[worker] for worker in workers)
+
+
+def _of_roles(roles: Roles) -> tuple[tuple[ProcessId, ...], tuple[int, ...]]:
+    """Return the hosts and homes of processes that each have one role."""
+    return tuple(map(ProcessId, roles.ranks)), tuple(roles.of(rank)[0] for rank in sorted(roles.ranks))
+
+
+def _replicas_on(process: int, hosts: Sequence[ProcessId], places: int) -> list[int]:
+    return [worker // places for worker, host in enumerate(hosts) if host == process]

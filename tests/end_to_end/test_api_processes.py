@@ -39,11 +39,12 @@ DOCUMENTED = {
     ),
     "compile": "pipeline: rank … failed: …",
     "ranks": (
-        "… ranks for a pipeline of …: expected a multiple of … ranks (more make data-parallel replicas); start … processes or "
-        "ask for another number of stages"
+        "… ranks for a pipeline of …: expected a multiple of … ranks (more make data-parallel replicas); start … processes, "
+        "ask for another number of stages, or give replicas= to have some ranks host several workers"
     ),
     "half": "mesh=…: … ranks in a job of …: expected a mesh of all ranks",
     "pp": "mesh=…: … ranks along pp: expected …, as many as the pipeline has",
+    "replicas": "mesh=…: … replicas: expected replicas=…, as is given",
     "local": "mesh= with transport 'local': expected another transport, as 'local' runs all in one process",
 }
 
@@ -323,6 +324,7 @@ def lie_in_another_order(rank: int) -> tuple[Any, ...]:
     refused = {
         "half": caught(lambda: set_up(stages=2, mesh=halves[rank // 2])),
         "pp": caught(lambda: set_up(stages=2, mesh=every)),
+        "replicas": caught(lambda: set_up(stages=4, mesh=every, replicas=2)),
         "local": caught(lambda: set_up(stages=4, mesh=every, transport="local")),
     }
     found = []

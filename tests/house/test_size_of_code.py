@@ -27,7 +27,7 @@ CLASSES = {
 """Fields of a dataclass, or what the methods of another class assign to ``self``; inherited ones are the base class's."""
 
 FUNCTIONS = {
-    "adaptra.frontend.api.compile": 14,
+    "adaptra.frontend.api.compile": 15,
     "adaptra.graph.compile.compile_stages": 12,
     "adaptra.report.live.LiveTable.update": 10,
     "adaptra.runtime.devices.pack_kernel.copy_flat": 14,

@@ -20,7 +20,7 @@ from adaptra.graph.inner_compiler import EAGER, check_inner
 from adaptra.program.roles import Roles
 from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.options import Options
-from adaptra.runtime.options.rank_agreement import agreed, agreed_values, each_field, per_rank
+from adaptra.runtime.options.rank_agreement import agreed, agreed_values, each_field
 from adaptra.runtime.transports.registry import is_built_in, transport_names
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
 from adaptra.sizes import MemoryLimit
@@ -39,8 +39,7 @@ class CompileArguments:
     """The arguments of :func:`adaptra.frontend.api.compile`, which describes them.
 
     Two more are internal. ``with_loss`` is for :mod:`adaptra.frontend.two_pass`. ``keeps_whole`` is for
-    :mod:`adaptra.frontend.dynamo`: whether the caller keeps every rank's model complete and up to date. ``limit`` is ``memory``
-    in the form that planning takes.
+    :mod:`adaptra.frontend.dynamo`: whether the caller keeps every rank's model complete and up to date.
 
     Raises:
         OptionError: An argument is invalid. The text names it, its value and what is expected.
@@ -62,7 +61,7 @@ class CompileArguments:
     reduction: str = field(default=Reduction.MEAN, metadata=agreed())
     keeps_whole: bool = field(default=False, metadata=agreed())
     weights: str | Path | None = field(default=None, metadata=agreed(_given))
-    limit: MemoryLimit | None = field(init=False, metadata=per_rank("made of memory, which is compared"))
+    replicas: int | None = field(default=None, metadata=agreed())
 
     def __post_init__(self) -> None:
         self._check_model()
@@ -160,9 +159,14 @@ class CompileArguments:
     def _check_numbers(self) -> None:
         require_count("stages", self.stages)
         require_count("microbatches", self.microbatches)
-        ranks = len(set(placed_on(self.placement, self.stages)))
-        limit = None if self.memory is None else MemoryLimit.given(self.memory, ranks)
-        object.__setattr__(self, "limit", limit)
+        if self.replicas is not None:
+            require_count("replicas", self.replicas)
+        _ = self.limit
+
+    @property
+    def limit(self) -> MemoryLimit | None:
+        """``memory`` in the form that planning takes."""
+        return None if self.memory is None else MemoryLimit.given(self.memory, self.ranks)
 
     @property
     def stage_modules(self) -> nn.ModuleList | None:
@@ -187,7 +191,7 @@ class CompileArguments:
     @property
     def roles(self) -> Roles | None:
         """Return the stage and replica of each rank of the job, if a mesh gives them, else None."""
-        return None if self.mesh is None else roles_of(self.mesh, self.ranks)
+        return None if self.mesh is None else roles_of(self.mesh, self.ranks, self.replicas)
 
     @property
     def faults(self) -> tuple[Fault, ...]:

@@ -10,13 +10,14 @@ from adaptra.errors import OptionError
 from adaptra.program.roles import Roles
 
 
-def roles_of(mesh: Any, size: int) -> Roles:
+def roles_of(mesh: Any, size: int, replicas: int | None) -> Roles:
     """Return the roles that a mesh gives to a job's ranks.
 
-    The ``size`` ranks of a pipeline are along the mesh's dimension ``pp``, replicas along ``dp`` if it has one.
+    The ``size`` ranks of a pipeline are along the mesh's dimension ``pp``, ``replicas`` along ``dp`` if it has one.
 
     Raises:
-        OptionError: The mesh has other dimensions, another number of ranks along ``pp``, or not all ranks of the job.
+        OptionError: The mesh has other dimensions, another number of ranks along ``pp``, or not all ranks of the job. Or it has
+            another number of replicas than is given.
     """
     names = getattr(mesh, "mesh_dim_names", None)
     if names not in (("pp",), ("dp", "pp"), ("pp", "dp")):
@@ -26,6 +27,8 @@ def roles_of(mesh: Any, size: int) -> Roles:
     ranks = _by_replica(mesh)
     if ranks.shape[-1] != size:
         raise OptionError(f"mesh={mesh!r}: {ranks.shape[-1]} ranks along pp: expected {size}, as many as the pipeline has")
+    if replicas not in (None, len(ranks.flatten()) // size):
+        raise OptionError(f"mesh={mesh!r}: {len(ranks.flatten()) // size} replicas: expected replicas={replicas}, as is given")
     job_ranks = tuple(ranks.flatten().tolist())
     if len(job_ranks) != (job := torch.distributed.get_world_size()):
         raise OptionError(f"mesh={mesh!r}: {len(job_ranks)} ranks in a job of {job}: expected a mesh of all ranks")

@@ -33,8 +33,8 @@ class LayoutMethods(StateMethods):
 
         Routes and events name workers, which stay the same when ranks change roles.
         """
-        roles = self._require().launched.roles
-        return tuple(range(len(set(self.plan.case.placement)))) if roles is None else roles.ranks
+        launched = self._require().launched
+        return tuple(range(launched.world.places)) if launched.in_threads else launched.world.hosts
 
     @property
     def routes(self) -> tuple[Route, ...]:

@@ -45,7 +45,7 @@ class StateMethods(HeldSession):
 
     def held_tensors(self) -> Sequence[tuple[str, Tensor]]:
         """Return names and tensors of all parameters and buffers in this process, once per stage that uses them."""
-        return [one for worker in self._require().workers for one in worker.state.items()]
+        return [one for worker in self._require().local.home for one in worker.state.items()]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters of the stages in this process with their names in the user's model.

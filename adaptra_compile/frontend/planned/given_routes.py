@@ -1,12 +1,15 @@
-"""The first plan, if the user gives a program of several replicas: the checks that this job can run its routes."""
+"""The first plan that has routes: around guests, or of a program that the user gives, if this job can run it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 
-from adaptra.errors import OptionError, PlanError, ScheduleError
+from adaptra.errors import CaseError, OptionError, PlanError, ScheduleError
 from adaptra.graph import CompiledStages
 from adaptra.planning.check_memory import check_memory
+from adaptra.planning.routes.job_planner import plan_with_guests
 from adaptra.planning.routes.period_bound import period_bound
 from adaptra.program import Program
 from adaptra.program.routing import Routing
@@ -16,6 +19,8 @@ from adaptra.runtime.options import Options
 from adaptra.simulation.case import Case
 from adaptra.simulation.job import alike_case
 from adaptra.simulation.simulate import simulate
+
+logger = logging.getLogger(__name__)
 
 
 def routed_plan(program: Program, case: Case, replicas: int, compiled: CompiledStages, options: Options) -> Plan:
@@ -50,6 +55,30 @@ def routed_plan(program: Program, case: Case, replicas: int, compiled: CompiledS
     found = simulate(program, alike_case(program, case.cost, changing=changed_buffers(compiled)))
     bound = period_bound(found.case, routing).value
     return Plan(0, program, case, found.period, bound, f"{program.name}, with its routes, as asked for", options.delegated)
+
+
+def around_guests(plan: Plan, guests: Collection[int], replicas: int, compiled: CompiledStages) -> Plan:
+    """Return a plan by which other workers compute the microbatches of guests; the plan itself where that can't be.
+
+    Args:
+        plan: The plan of one pipeline.
+        guests: The workers whose processes are at home in other replicas.
+        replicas: The number of replicas of the job.
+        compiled: The stages.
+    """
+    case = replace(
+        plan.case.of_replicas(replicas),
+        changing=frozenset(changed_buffers(compiled)),
+        at_home=frozenset(kept_at_home(compiled, plan.case.placement)),
+    )
+    try:
+        program = plan_with_guests(case, guests)
+    except (CaseError, PlanError) as error:
+        logger.info("guests compute their own microbatches: %s", error)
+        return plan
+    bound = period_bound(case, program.routing).value
+    reason = f"{plan.reason}, around guests"
+    return replace(plan, program=program, predicted=simulate(program, case).period, bound=bound, reason=reason)
 
 
 def changed_buffers(compiled: CompiledStages) -> dict[int, str]:

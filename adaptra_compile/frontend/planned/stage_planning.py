@@ -10,7 +10,7 @@ from typing import Final
 from adaptra.frontend.arguments.module_digests import module_digests
 from adaptra.frontend.planned.activation_memory import in_bytes, limits_free, limits_within, predicted_peaks
 from adaptra.frontend.planned.first_plan import first_plan, two_phase_plan
-from adaptra.frontend.planned.given_routes import changed_buffers, kept_at_home, routed_plan
+from adaptra.frontend.planned.given_routes import around_guests, changed_buffers, kept_at_home, routed_plan
 from adaptra.frontend.planned.worker_factory import WorkerFactory
 from adaptra.frontend.shapes.shape_programs import ShapePrograms
 from adaptra.graph import CompiledStages
@@ -84,6 +84,7 @@ class PipelineSpec:
         replicas: The number of replicas of the job.
         in_order: Whether a transport has one queue for all messages between two ranks, as NCCL has.
         is_to_come: Whether the stages' parameters had no memory yet when the free bytes were counted.
+        guests: The workers whose processes are at home in other replicas.
     """
 
     placement: tuple[int, ...]
@@ -97,6 +98,7 @@ class PipelineSpec:
     replicas: int = 1
     in_order: bool = False
     is_to_come: bool = False
+    guests: frozenset[int] = frozenset()
 
     def prepare(self, compiled: CompiledStages) -> PlannedPipeline:
         """Plan for these stages.
@@ -114,6 +116,7 @@ class PipelineSpec:
         remedies = partial(_remedies, bandwidth)
         peaks = partial(predicted_peaks, stages=compiled.train)
         is_alone = self.replicas == 1 or self._why_alone() is not None
+        initial = self._first_plan(compiled, case, room)
         planning = Planning(
             planner,
             remedies,
@@ -124,8 +127,8 @@ class PipelineSpec:
             seconds=options.planning_seconds,
             changing=frozenset(changed_buffers(compiled)),
             at_home=frozenset(kept_at_home(compiled, self.placement)),
+            guests=self.guests if not initial.program.is_one_pipeline else frozenset(),
         )
-        initial = self._first_plan(compiled, case, room)
         factory = WorkerFactory(compiled, self.microbatches, planning, self.faults, options, self.reduction)
         return PlannedPipeline(factory, initial, bandwidth, self._alone(compiled))
 
@@ -176,7 +179,11 @@ class PipelineSpec:
             return two_phase_plan(case, options.delegated)
         if isinstance(options.schedule, Program) and not options.schedule.is_one_pipeline:
             return routed_plan(options.schedule, case, self.replicas, compiled, options)
-        return first_plan(options, case, room, options.delegated)
+        plan = first_plan(options, case, room, options.delegated)
+        may_leave = replace(self, options=replace(options, adapt=True))._why_alone() is None
+        if not self.guests or options.schedule is not None or not may_leave:
+            return plan
+        return around_guests(plan, self.guests, self.replicas, compiled)
 
     def _alone(self, compiled: CompiledStages) -> tuple[str, ...]:
         """Return the lines of :attr:`PlannedPipeline.alone`."""

@@ -14,10 +14,12 @@ from adaptra.program.placement import stages_of
 from adaptra.report import perfetto
 from adaptra.runtime.control.deciding.replanning import Planning
 from adaptra.runtime.control.plans.plan import Plan
+from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.devices.device_clock import OpClock
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.injection.faults import Fault, faults_of_worker
 from adaptra.runtime.injection.faulty_transport import FaultyTransport
+from adaptra.runtime.launch.connecting import on_threads
 from adaptra.runtime.launch.launch import Launch
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.options import Options
@@ -26,9 +28,14 @@ from adaptra.runtime.telemetry.options import Telemetry
 from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.telemetry.recorder import Recorder
 from adaptra.runtime.telemetry.start import of_replica, start_recorder
+from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
+from adaptra.runtime.worker.step.device_turns import DeviceTurns
 from adaptra.runtime.worker.step.rank_context import RankContext
 from adaptra.runtime.worker.worker import Worker
+
+Recorders = dict[int, Recorder]
+"""The recorder of each replica whose workers this process has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,68 +61,118 @@ class WorkerFactory:
     def workers(
         self,
         launched: Launch,
-        recorder: Recorder,
+        recorders: Recorders,
         states: Sequence[Mapping[str, Tensor]],
         initial: Plan,
         first_step: int = 0,
     ) -> tuple[Worker, ...]:
-        """Start a worker for every rank of this process. If one can't be started, those already started are closed.
+        """Start the workers of this process. If one can't be started, those already started are closed.
 
         Args:
             launched: The ranks of this process.
-            recorder: The recorder of events.
-            states: Per rank, its stage's parameters and buffers by name.
+            recorders: The recorders of events.
+            states: Per worker, its stages' parameters and buffers by name.
             initial: The plan of the first step.
             first_step: The number of the first step.
         """
-        folder = _telemetry(self.options, launched).folder
-        folder = None if folder is None else Path(folder)
         emulated = initial.case.cost if self.options.emulate is not None else None
-        replica, run = launched.replica, launched.job.run
-        workers: list[Worker] = []
+        run, hosts_guests = launched.job.run, len(launched.transports) > 1 and not launched.in_threads
+        turns = DeviceTurns() if hosts_guests else None
+
+        def start(parts: tuple[Transport, Replicas, Mapping[str, Tensor]]) -> Worker:
+            transport, replicas, state = parts
+            folder = _telemetry(self.options, launched, replicas.index).folder
+            stages = stages_of(launched.pipeline_of(transport).rank, initial.case.placement)
+            faults = tuple(faults_of_worker(self.faults, replicas.index, stages))
+            carrier = FaultyTransport(transport, faults) if faults else transport
+            opened.callback(carrier.close)
+            pipeline = launched.pipeline_of(carrier)
+            device = next((one.device for one in state.values()), launched.device)
+            clock, placement = OpClock(device), tuple(initial.case.placement)
+            context = RankContext(
+                placement,
+                pipeline,
+                carrier,
+                launched.world,
+                launched.membership,
+                replicas,
+                Monitor(pipeline.rank, placement, read=clock.read),
+                clock,
+                Pacing(emulated, faults),
+                device,
+                self.options,
+                turns,
+            )
+            recorder, path = recorders[replicas.index], None if folder is None else Path(folder)
+            telemetry = RankTelemetry(pipeline.rank, run, recorder, pipeline, path, perfetto.write)
+            worker = Worker(
+                self.compiled,
+                state,
+                self.microbatches,
+                context,
+                initial,
+                self.planning,
+                telemetry,
+                first_step,
+                self.reduction,
+            )
+            opened.callback(worker.close)
+            return worker
+
         with ExitStack() as opened:
-            for transport, state in zip(launched.transports, states, strict=True):
-                stages = stages_of(launched.pipeline_of(transport).rank, initial.case.placement)
-                faults = tuple(faults_of_worker(self.faults, replica, stages))
-                carrier = FaultyTransport(transport, faults) if faults else transport
-                opened.callback(carrier.close)
-                pipeline = launched.pipeline_of(carrier)
-                device = next((one.device for one in state.values()), launched.device)
-                clock, placement = OpClock(device), tuple(initial.case.placement)
-                context = RankContext(
-                    placement,
-                    pipeline,
-                    carrier,
-                    launched.world,
-                    launched.membership,
-                    launched.replicas,
-                    Monitor(pipeline.rank, placement, read=clock.read),
-                    clock,
-                    Pacing(emulated, faults),
-                    device,
-                    self.options,
-                )
-                worker = Worker(
-                    self.compiled,
-                    state,
-                    self.microbatches,
-                    context,
-                    initial,
-                    self.planning,
-                    RankTelemetry(pipeline.rank, run, recorder, pipeline, folder, perfetto.write),
-                    first_step,
-                    self.reduction,
-                )
-                opened.callback(worker.close)
-                workers.append(worker)
+            parts = [*zip(launched.transports, launched.replicas, states, strict=True)]
+            # Replicas measure their links as workers start, and each waits for the others.
+            workers = on_threads(start, parts, launched.device) if hosts_guests else [*map(start, parts)]
             opened.pop_all()
         return tuple(workers)
 
 
-def open_recorder(options: RecordingOptions, launched: Launch) -> Recorder:
-    """Open the recorder of events that the options ask for."""
-    return start_recorder(_telemetry(options, launched), options.on_event, launched.ranks, launched.process)
+def states_with_guests(
+    launched: Launch, states: Sequence[Mapping[str, Tensor]], compiled: CompiledStages, before: Sequence[Worker] = ()
+) -> list[Mapping[str, Tensor]]:
+    """Return the state of each worker of this process, given those of its home replica.
+
+    Guests have the same parameters. Buffers that training changes are a replica's own.
+
+    Args:
+        launched: The ranks of this process.
+        states: Per worker of the home replica, its stages' parameters and buffers by name.
+        compiled: The stages.
+        before: The workers that end, whose guests' buffers go on where the home's are the same tensors.
+    """
+    (home, *others), known = states, {worker.replica: worker.state for worker in before}
+    earlier = known.get(launched.replica, {})
+
+    def of_guest(replica: int) -> dict[str, Tensor]:
+        kept = {name: one for name, one in known.get(replica, {}).items() if earlier.get(name) is home[name]}
+        return {name: kept.get(name, one.clone()) if name in compiled.changing else one for name, one in home.items()}
+
+    guests = [of_guest(one.index) for one in launched.replicas if one.index != launched.replica]
+    return [home, *others, *guests]
 
 
-def _telemetry(options: RecordingOptions, launched: Launch) -> Telemetry:
-    return options.telemetry if launched.world.replicas == 1 else of_replica(options.telemetry, launched.replica)
+def open_recorders(options: RecordingOptions, launched: Launch) -> Recorders:
+    """Open the recorders of events that the options ask for.
+
+    That of this process's home has all sinks. Workers of other replicas have a folder's files alone.
+    """
+    recorders: Recorders = {}
+    with ExitStack() as opened:
+        for replica in dict.fromkeys(one.index for one in launched.replicas):
+            telemetry, on_event = _telemetry(options, launched, replica), options.on_event
+            if replica != launched.replica:
+                telemetry, on_event = Telemetry(folder=telemetry.folder), None
+            recorders[replica] = start_recorder(telemetry, on_event, launched.ranks, launched.process)
+            opened.callback(recorders[replica].close)
+        opened.pop_all()
+    return recorders
+
+
+def close_all(recorders: Recorders) -> None:
+    """Close the recorders of events."""
+    for recorder in recorders.values():
+        recorder.close()
+
+
+def _telemetry(options: RecordingOptions, launched: Launch, replica: int) -> Telemetry:
+    return options.telemetry if launched.world.replicas == 1 else of_replica(options.telemetry, replica)

@@ -14,7 +14,7 @@ from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.shapes.agreement import agree_on_shape
 from adaptra.frontend.shapes.kept import most_shapes
 from adaptra.frontend.shapes.recompile import Recompile
-from adaptra.frontend.shapes.shapes import NewShape, ShapedBatch, Shapes
+from adaptra.frontend.shapes.shapes import Given, NewShape, ShapedBatch, Shapes
 from adaptra.graph import CompiledStages
 from adaptra.graph.capture.batch import all_beside
 from adaptra.graph.inner_compiler import prepare
@@ -22,7 +22,7 @@ from adaptra.program.placement import stages_of
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.worker.batch import split_batch
 from adaptra.runtime.worker.step.shapes import FIRST, StepShape
-from adaptra.runtime.worker.worker import Batch
+from adaptra.runtime.worker.worker import Batch, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ class Batches:
     Args:
         spec: Plans for other shapes.
         local: The workers of this process.
+        replica: The replica whose batches these are.
         recompile: Compiles the model for batches of other shapes; None if it can't be.
 
     Attributes:
@@ -40,9 +41,10 @@ class Batches:
         shapes: The shapes that are compiled.
     """
 
-    def __init__(self, spec: PipelineSpec, local: LocalWorkers, recompile: Recompile | None) -> None:
+    def __init__(self, spec: PipelineSpec, local: LocalWorkers, replica: int, recompile: Recompile | None) -> None:
         self._spec = spec
         self._local = local
+        self._replica = replica
         self.recompile = recompile
         self._new_shapes = 0
         self.begin()
@@ -82,21 +84,39 @@ class Batches:
         if self.shapes.can_vary and is_whole:
             inputs = formats[0].flatten(args, kwargs, any_size=True)
             wanted = formats[1].flatten(targets, any_size=True) if with_loss else []
-            if not self.shapes.is_first(inputs, wanted):
-                given = args, kwargs, targets if with_loss else None
-                whole = all_beside(given, self._local.launched.device, "a batch of another shape")
-                found = self.shapes.find(self, inputs, wanted, whole, with_loss=with_loss, training=training)
-                here = found.inputs if self._has(0) else (), found.targets if self._has(-1) else ()
-                return replace(found, inputs=here[0], targets=here[1])
-            split = self._split_inputs(inputs), self._split_targets(wanted) if with_loss else ()
-        else:
-            split = self.split_inputs(args, kwargs), self.split_targets(targets) if with_loss else ()
+            nest = args, kwargs, targets if with_loss else None
+            return self.of_flat(inputs, wanted, nest, with_loss=with_loss, training=training)
+        split = self.split_inputs(args, kwargs), self.split_targets(targets) if with_loss else ()
         self.shapes.use_first()
         return ShapedBatch(FIRST, *split, (), self._compiled)
 
+    def of_flat(
+        self, inputs: Sequence[Tensor], targets: Sequence[Tensor], nest: Given, *, with_loss: bool, training: bool
+    ) -> ShapedBatch:
+        """Return a whole batch in microbatches, as :meth:`of`.
+
+        Args:
+            inputs, targets: Its tensors in flat order.
+            nest: The same as the user gave them.
+            with_loss, training: As of :meth:`of`.
+        """
+        if self.shapes.can_vary and not self.shapes.is_first(inputs, targets):
+            whole = all_beside(nest, self._local.launched.device, "a batch of another shape")
+            found = self.shapes.find(self, inputs, targets, whole, with_loss=with_loss, training=training)
+            here = found.inputs if self._has(0) else (), found.targets if self._has(-1) else ()
+            return replace(found, inputs=here[0], targets=here[1])
+        split = self._split_inputs(inputs), self._split_targets(targets) if with_loss else ()
+        self.shapes.use_first()
+        return ShapedBatch(FIRST, *split, (), self._compiled)
+
+    @property
+    def _workers(self) -> list[Worker]:
+        """This replica's workers in this process."""
+        return [worker for worker in self._local.workers if worker.replica == self._replica]
+
     def _has(self, stage: int) -> bool:
-        """Return whether a stage is in this process."""
-        return self._spec.placement[stage] in {worker.rank for worker in self._local.workers}
+        """Return whether one of them has a stage."""
+        return self._spec.placement[stage] in {worker.rank for worker in self._workers}
 
     def compile_shape(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: Any, with_loss: bool, training: bool
@@ -114,13 +134,13 @@ class Batches:
         """
         self._new_shapes += 1
         agree_on_shape(
-            new, self._new_shapes, self._local.launched, self._local.workers[0], self._local.calls, self._spec.options.timeout
+            new, self._new_shapes, self._local.launched, self._workers[0], self._local.calls, self._spec.options.timeout
         )
         larger, smaller = new.larger, new.smaller
         # Where nothing trains, no program is asked for: forwards run in their own order.
         programs = self._spec.programs_of(self._compiled, larger if larger.trains else self._compiled, len(new.rows))
         shape = StepShape(new.number, new.code, new.rows, larger, smaller, programs, programs.relative)
-        for worker in self._local.workers:
+        for worker in self._workers:
             for stage in stages_of(worker.rank, self._spec.placement) if shape.trains else ():
                 for compiled in filter(None, (larger, smaller)):
                     prepare(compiled.train[stage])
@@ -129,7 +149,7 @@ class Batches:
 
     def tell_of_shape(self, kind: EventKind | None, text: str) -> None:
         """Tell people of a shape that comes or goes, by an event of rank 0; with None it is a warning."""
-        (worker, *_) = self._local.workers
+        (worker, *_) = self._workers
         if worker.rank != 0:
             return
         if kind is None:
@@ -139,7 +159,7 @@ class Batches:
 
     def drop_shape(self, number: int) -> None:
         """Have the workers forget a shape."""
-        for worker in self._local.workers:
+        for worker in self._workers:
             worker.drop_shape(number)
 
     def split_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Batch:
@@ -170,4 +190,5 @@ class Batches:
         if not self._local.launched.in_threads:
             positional = {"inputs": inputs, "targets": targets}
             given = {name: one for name, one in positional.items() if one is not None}
-            self._local.workers[0].compare_rows(call, {**kwargs, **given})
+            for worker in self._local.workers:  # a guest's are those of the process that has sent them
+                worker.compare_rows(call, {**kwargs, **given} if worker.replica == self._replica else {})

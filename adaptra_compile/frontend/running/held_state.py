@@ -52,10 +52,11 @@ class HeldState:
         else:
             world = self._local.launched.world
             replica, rank = world.seat(world.hosted(ProcessId(0))[0])
-            takes_part = self._local.launched.replica == replica
-            (state,) = self._local.on_every_rank(
-                lambda worker: worker.values.full_state(rank, takes_part, from_first=replica > 0), "full_state_dict"
+            states = self._local.on_every_rank(
+                lambda worker: worker.values.full_state(rank, worker.replica == replica, from_first=replica > 0),
+                "full_state_dict",
             )
+            state = next(filter(None, states), {})
         return self.named(state) if state else {}
 
     def saved(self) -> dict[str, Tensor]:
@@ -65,7 +66,7 @@ class HeldState:
         """
         if self._local.launched.world.replicas == 1:
             return self.tensors
-        (first,) = self._local.on_every_rank(
+        first, *_ = self._local.on_every_rank(
             lambda worker: worker.values.buffers_of_first_replica(), "TrainingState.state_dict"
         )
         return {**self.tensors, **first}

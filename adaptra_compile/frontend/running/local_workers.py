@@ -13,13 +13,13 @@ import torch
 from adaptra.errors import AdaptraError, LaunchError, PeerLostError, PipelineError
 from adaptra.frontend.arguments.shared_models import Sharing
 from adaptra.frontend.planned.stage_planning import PlannedPipeline
+from adaptra.frontend.planned.worker_factory import Recorders, close_all
 from adaptra.graph import CompiledStages
 from adaptra.graph.capture.collectives import refuse_context_parallel
 from adaptra.graph.ops.autocast import refuse_autocast
 from adaptra.runtime.control.calls import Calls
 from adaptra.runtime.launch.launch import Job, Launch
 from adaptra.runtime.reconfigure.consent import Consent, check_consents
-from adaptra.runtime.telemetry.recorder import Recorder
 from adaptra.runtime.worker.worker import Worker
 
 Result = TypeVar("Result")
@@ -34,17 +34,18 @@ class LocalWorkers:
         planned: The planned pipeline with which the workers were started.
         launched: The ranks of this process.
         workers: One worker per rank of this process, in order of ranks.
-        recorder: The recorder of the workers' events.
+        recorders: The recorders of the workers' events.
         sharing: The pipeline's use of the model's tensors.
 
     Attributes:
         planned, launched, workers: Those that run now.
+        home: The workers of this process's home replica. Others have the same parameters.
         sharing: As given.
         calls: Compares the calls of all processes; None for one process.
     """
 
     def __init__(
-        self, planned: PlannedPipeline, launched: Launch, workers: Sequence[Worker], recorder: Recorder, sharing: Sharing
+        self, planned: PlannedPipeline, launched: Launch, workers: Sequence[Worker], recorders: Recorders, sharing: Sharing
     ) -> None:
         self.sharing = sharing
         self._failure: BaseException | None = None
@@ -55,7 +56,7 @@ class LocalWorkers:
             self.calls = Calls(job.store, job.rank, job.ranks, lambda error: _call(end_by, error))
             weakref.finalize(self, self.calls.close)
         self._end_membership = weakref.finalize(self, launched.membership.close)
-        self.run_by(planned, launched, workers, recorder)
+        self.run_by(planned, launched, workers, recorders)
         sharing.begin(self)
 
     def _end_by(self, error: Exception) -> None:
@@ -63,18 +64,19 @@ class LocalWorkers:
         for worker in self.workers:
             worker.abort(error)
 
-    def run_by(self, planned: PlannedPipeline, launched: Launch, workers: Sequence[Worker], recorder: Recorder) -> None:
+    def run_by(self, planned: PlannedPipeline, launched: Launch, workers: Sequence[Worker], recorders: Recorders) -> None:
         """Run by these workers from now on. Those before them have ended: see :meth:`end`."""
         self.planned = planned
         self._threads = ThreadPoolExecutor(len(workers), "adaptra-rank") if len(workers) > 1 else None
         self.launched = launched
         self.workers = tuple(workers)
+        self.home = tuple(worker for worker in workers if worker.replica == launched.replica)
         if self.calls is not None:
             self.calls.attempt = lambda: launched.attempt
             for worker in self.workers:
                 worker.explain = self.calls.explain
         # Also if the process ends without a close, since the transports' threads must not outlive the interpreter.
-        self._end = weakref.finalize(self, _end_for_good, self.workers, self._threads, recorder, launched)
+        self._end = weakref.finalize(self, _end_for_good, self.workers, self._threads, recorders, launched)
 
     @property
     def compiled(self) -> CompiledStages:
@@ -128,7 +130,7 @@ class LocalWorkers:
         try:
             yield
         except Exception as error:
-            if self._threads is None and others_wait:
+            if not self.launched.in_threads and others_wait:
                 self._failure = error
                 self.workers[0].fail(error)
             raise
@@ -158,7 +160,7 @@ class LocalWorkers:
     def _run(self, run: Callable[[Worker], Result]) -> list[Result]:
         if self._threads is None:
             return [run(self.workers[0])]
-        run_as_here = _with_threads_of_this_one(run)
+        run_as_here = _as_on_this_thread(run, self.launched.device)
         futures = [self._threads.submit(run_as_here, worker) for worker in self.workers]
         try:
             errors = [error for error in (future.exception() for future in futures) if error is not None]
@@ -190,7 +192,7 @@ class LocalWorkers:
             if isinstance(error, Exception):
                 is_group = isinstance(error, RuntimeError) and not isinstance(error, AdaptraError)
                 failed = PeerLostError(f"{what}: a rank is lost: {error}") if is_group else error
-                cause = failed if self._threads is not None else self.workers[0].fail(failed)
+                cause = failed if self.launched.in_threads else self.workers[0].fail(failed)
                 # Each rank finds by itself that ranks differ or are late, and says it better than another's report does.
                 self._failure = error if isinstance(error, LaunchError) else cause
                 if self._failure is not error:
@@ -245,8 +247,8 @@ class LocalWorkers:
             self.launched.job.close()
 
 
-def _with_threads_of_this_one(run: Callable[[Worker], Result]) -> Callable[[Worker], Result]:
-    """Return the same function for another thread, with this thread's number of threads for kernels.
+def _as_on_this_thread(run: Callable[[Worker], Result], device: torch.device) -> Callable[[Worker], Result]:
+    """Return the same function for another thread, with this thread's number of threads for kernels, and its device.
 
     Libraries below torch, such as MKL, use torch's number only on threads on which it was set or read. On other threads they
     use their own number, which changes the order of sums.
@@ -256,6 +258,8 @@ def _with_threads_of_this_one(run: Callable[[Worker], Result]) -> Callable[[Work
     def run_so(worker: Worker) -> Result:
         if torch.get_num_threads() != count:
             torch.set_num_threads(count)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         return run(worker)
 
     return run_so
@@ -266,18 +270,20 @@ def _call(method: weakref.WeakMethod[Callable[[Exception], None]], error: Except
         bound(error)
 
 
-def _end_for_good(workers: Sequence[Worker], threads: ThreadPoolExecutor | None, recorder: Recorder, launched: Launch) -> None:
+def _end_for_good(
+    workers: Sequence[Worker], threads: ThreadPoolExecutor | None, recorders: Recorders, launched: Launch
+) -> None:
     """Close all workers of this process, having told the others that it leaves the job."""
     launched.membership.leave()
-    _end(workers, threads, recorder, launched)
+    _end(workers, threads, recorders, launched)
 
 
-def _end(workers: Sequence[Worker], threads: ThreadPoolExecutor | None, recorder: Recorder, launched: Launch) -> None:
+def _end(workers: Sequence[Worker], threads: ThreadPoolExecutor | None, recorders: Recorders, launched: Launch) -> None:
     """Close all workers of this process."""
     for worker in workers:
         worker.close()
     if threads is not None:
         threads.shutdown()
-    recorder.close()
+    close_all(recorders)
     if not any(worker.has_failed for worker in workers):
         launched.end()

@@ -16,7 +16,7 @@ from adaptra.collectives.seconds import SumPlan
 from adaptra.errors import AdaptraError, OptionError, PipelineError
 from adaptra.frontend.followed.following import Following
 from adaptra.frontend.planned.stage_planning import PipelineSpec, PlannedPipeline
-from adaptra.frontend.planned.worker_factory import open_recorder
+from adaptra.frontend.planned.worker_factory import close_all, open_recorders, states_with_guests
 from adaptra.frontend.running.batches import Batches
 from adaptra.frontend.running.held_state import HeldState
 from adaptra.frontend.running.local_workers import LocalWorkers
@@ -30,7 +30,7 @@ from adaptra.program.roles import Roles
 from adaptra.runtime.control.calls import CHANGED_MODEL
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.exchange.state_transfer import Handover, exchange, gather_state, give_optimizer
-from adaptra.runtime.launch.agreement import agree
+from adaptra.runtime.launch.agreement import agree_here
 from adaptra.runtime.launch.launch import Launch
 from adaptra.runtime.reconfigure.agreement import RESTART_SECONDS, agree_on_roles, gather_costs, share_split
 from adaptra.runtime.reconfigure.consent import Consent
@@ -48,13 +48,13 @@ class Reconfiguration:
     Args:
         spec: Plans a pipeline after a change of its stages.
         local: The workers of this process.
-        batches: Begin anew with other stages.
+        batches: Begin anew with other stages; those of this process's home replica first.
         held: The state of this process's stages.
         following: Notices changes of the model; None if the caller does.
     """
 
     def __init__(
-        self, spec: PipelineSpec, local: LocalWorkers, batches: Batches, held: HeldState, following: Following | None
+        self, spec: PipelineSpec, local: LocalWorkers, batches: Sequence[Batches], held: HeldState, following: Following | None
     ) -> None:
         self._spec = spec
         self._local = local
@@ -152,8 +152,17 @@ class Reconfiguration:
             one.controller.recorder.emit_change(change)
         return change
 
-    def _captured(self) -> Captured:
+    def _require_no_guests(self, what: str) -> None:
         self._local.require_running()
+        world = self._local.launched.world
+        if world.has_guests:
+            raise OptionError(
+                f"{what}: {len(world.processes)} ranks host the {len(world.hosts)} workers of this job: expected a rank for "
+                "each worker, as what moves is a rank's whole state"
+            )
+
+    def _captured(self) -> Captured:
+        self._require_no_guests("split")
         captured = self._local.compiled.captured
         if captured is None or not self._local.compiled.with_loss:
             raise OptionError(
@@ -194,7 +203,7 @@ class Reconfiguration:
         held, leaving = self._agreed("split", "take_split", ready)
         with self._restarting("split") as (launched, opened):
             if not in_threads:
-                agree(launched.transports[0], "pipeline", after.facts(), self._spec.options.timeout, self._local.check)
+                agree_here(launched, after.facts(), self._spec.options.timeout, self._local.check)
             self._local.end()
             if in_threads:
                 by_rank = [self._stages_of(worker.rank, stages) for worker in self._local.workers]
@@ -214,20 +223,23 @@ class Reconfiguration:
         Raises:
             As :meth:`adaptra.frontend.followed.following.Following.changed`.
         """
-        following, states = self._following, [worker.state for worker in self._local.workers]
+        following, states = self._following, [worker.state for worker in self._local.home]
         change = None if following is None else following.changed(self._local.compiled, states, evaluates=evaluates)
         if following is None or change is None:
             return None
         began = time.monotonic()
-        placed = [list(stages_of(worker.rank, self._spec.placement)) for worker in self._local.workers]
-        after = following.compiled(change, self._local.compiled, self._batches.shapes.compiled(), states, placed)
+        placed = [list(stages_of(worker.rank, self._spec.placement)) for worker in self._local.home]
+        shapes = [one for batches in self._batches for one in batches.shapes.compiled()]
+        after = following.compiled(change, self._local.compiled, shapes, states, placed)
         if after is not None:
             self._take_model(self._spec.prepare(after.stages), after.states, f"{CHANGED_MODEL}: {change}")
             for worker in self._local.workers[:1] if self._local.workers[0].rank == 0 else ():
                 worker.controller.recorder.emit_now(
                     EventKind.COMPILED, f"a changed model in {time.monotonic() - began:.2f} s: {change}"
                 )
-        self._batches.recompile = following.accepted(self._batches.recompile, self._local.workers[0].numbers.next_step)
+        recompile = following.accepted(self._batches[0].recompile, self._local.workers[0].numbers.next_step)
+        for batches in self._batches:
+            batches.recompile = recompile
         if after is not None and after.is_replaced:
             self._held.align_copies()
         return following.model()
@@ -243,7 +255,7 @@ class Reconfiguration:
         self._agreed("change", call, ready)
         with self._restarting("change") as (launched, opened):
             if not launched.in_threads:
-                agree(launched.transports[0], "pipeline", after.facts(), self._spec.options.timeout, self._local.check)
+                agree_here(launched, after.facts(), self._spec.options.timeout, self._local.check)
             self._local.end()
             self._start(after, launched, states, opened, has_moved=False)
 
@@ -257,16 +269,18 @@ class Reconfiguration:
         has_moved: bool = True,
     ) -> None:
         """Continue with new workers at the step at which the old ones ended. ``opened`` then no longer closes anything."""
-        recorder = open_recorder(self._spec.options, launched)
-        opened.callback(recorder.close)
+        recorders = open_recorders(self._spec.options, launched)
+        opened.callback(close_all, recorders)
         (before, *_) = self._local.workers
-        workers = planned.factory.workers(launched, recorder, states, planned.initial, before.numbers.next_step)
+        states = states_with_guests(launched, states, planned.compiled, self._local.workers)
+        workers = planned.factory.workers(launched, recorders, states, planned.initial, before.numbers.next_step)
         for worker, earlier in zip(workers, self._local.workers, strict=True):
             worker.numbers.steps_before = before.numbers.steps_before
             worker.controller.go_on_after(earlier.controller)
         opened.pop_all()
-        self._local.run_by(planned, launched, workers, recorder)
-        self._batches.begin()
+        self._local.run_by(planned, launched, workers, recorders)
+        for batches in self._batches:
+            batches.begin()
         if has_moved:
             self._local.sharing.moved(states)
 
@@ -280,7 +294,7 @@ class Reconfiguration:
             yield launched, opened
 
     def _replicated(self) -> Roles:
-        self._local.require_running()
+        self._require_no_guests("roles")
         roles = self._local.launched.roles
         if roles is None:
             raise OptionError("roles: this job has one replica: expected several, whose ranks can change places")

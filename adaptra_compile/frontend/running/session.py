@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from adaptra.errors import OptionError
 from adaptra.frontend.followed.following import Following
 from adaptra.frontend.losses.batch_look import BatchLook
 from adaptra.frontend.planned.stage_planning import PipelineSpec
 from adaptra.frontend.running.batches import Batches
 from adaptra.frontend.running.held_state import HeldState
+from adaptra.frontend.running.hosted_batches import HostedBatches
 from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.running.reconfiguration import Reconfiguration
 from adaptra.frontend.saved.model_names import ModelNames
@@ -30,7 +32,8 @@ class Session:
 
     Attributes:
         local: As given: calls of all workers, and the end after a failure.
-        batches: The batches in microbatches.
+        batches: The batches of this process's home replica, in microbatches.
+        hosted_batches: Those of all replicas whose workers it hosts.
         held: The state of this process's stages.
         changes: Changes of roles, of cut points and of the model.
         look: As given.
@@ -52,9 +55,11 @@ class Session:
         self.look = look
         self.reduction = spec.reduction
         self.microbatches = spec.microbatches
-        self.batches = Batches(spec, local, recompile)
+        hosted = {one: Batches(spec, local, one, recompile) for one in dict.fromkeys(one.replica for one in local.workers)}
+        self.batches = hosted[local.launched.replica]
+        self.hosted_batches = HostedBatches(local, hosted)
         self.held = HeldState(local, names, spec.options.timeout)
-        self.changes = Reconfiguration(spec, local, self.batches, self.held, following)
+        self.changes = Reconfiguration(spec, local, (*hosted.values(),), self.held, following)
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -75,6 +80,23 @@ class Session:
     def compiled(self) -> CompiledStages:
         """The stages."""
         return self.local.compiled
+
+    def require_outputs_at_home(self, outputs: bool | str) -> None:
+        """Refuse outputs that no process would return, since the last stage of its replica is a guest elsewhere.
+
+        Raises:
+            OptionError: The call would return outputs of the last stage's rank alone, and a replica has none; names it.
+        """
+        world = self.launched.world
+        if not outputs or outputs == "all" or self.launched.in_threads:
+            return
+        for replica in range(world.replicas):
+            worker = world.pipeline(replica)[self._spec.placement[-1]]
+            if world.is_guest(worker):
+                raise OptionError(
+                    f"outputs: the last stage of replica {replica} is a guest of rank {world.hosts[worker]}, which has the "
+                    "batch of another replica: expected outputs='all', or none"
+                )
 
     @property
     def is_deterministic(self) -> bool:

@@ -15,21 +15,24 @@ _ONE_SHAPE: Final = "expected one shape on all ranks of a replica; give each of 
 
 
 def agree_on_shape(new: NewShape, number: int, launched: Launch, worker: Worker, calls: Calls | None, timeout: float) -> None:
-    """Wait until all ranks of this replica have compiled the same shape of batch.
+    """Wait until all ranks of a replica have compiled the same shape of batch.
 
     Args:
         new: The shape.
         number: The number of shapes that were new to this rank, this one included. It names the agreement.
         launched: The ranks of this process.
-        worker: The worker of the rank of this process.
+        worker: The worker of this process in that replica.
         calls: The calls of all ranks, by which a rank that knows the shape already is noticed.
         timeout: Seconds to wait for the others.
 
     Raises:
         BatchError: Another rank has a batch of another shape.
     """
-    transport = launched.pipeline_of(launched.transports[0])
-    job_ranks, store = launched.row, records_of(transport)
+    pipelines = map(launched.pipeline_of, launched.transports)
+    world = launched.world
+    workers = world.pipeline(worker.replica)
+    transport = next(one for one in pipelines if one.worker_of(one.rank) in workers)
+    job_ranks, store = world.hosts_of(workers), records_of(transport)
     name, own = f"agree/shape/{number}", transport.rank
     others = [rank for rank in range(transport.world_size) if job_ranks[rank] != launched.process]
     if not others:

@@ -30,6 +30,8 @@ from adaptra.sizes import size_text
 LONGEST_SEARCH: Final = 0.2
 """Seconds of the longest search for remedies of several replicas: with more, it finds hardly any better ones."""
 
+_NEVER: Final = 1e6
+"""How many times slower a guest counts, so that none of its microbatches comes home."""
 DRAFT: Final = 0.25
 """The part of such a search's seconds for a suspicion, since all ranks must be ready before the next step ends."""
 
@@ -79,6 +81,7 @@ class Planning:
         seconds: The longest search for remedies of several replicas, in seconds, at most :data:`LONGEST_SEARCH`.
         changing: The stages whose forwards change buffers, which workers hand over.
         at_home: The stages whose microbatches no other replica's worker may compute.
+        guests: The workers that compute nothing, as their processes compute for other replicas.
     """
 
     planner: Callable[[Case, Program], Program]
@@ -91,6 +94,7 @@ class Planning:
     seconds: float = LONGEST_SEARCH
     changing: frozenset[int] = frozenset()
     at_home: frozenset[int] = frozenset()
+    guests: frozenset[int] = frozenset()
 
     def workers(self, case: Case) -> Grid:
         """Return the workers of each stage by replica."""
@@ -255,7 +259,8 @@ class Planning:
         memory = case.of_replicas(self.replicas).memory
         updates = UpdateSeconds(steps, (0.0,) * case.stages, barrier=detection.barrier)
         measured = measured_case(costs, case.microbatches, updates, placement=case.placement, memory=memory)
-        return replace(measured, changing=self.changing, at_home=self.at_home)
+        slow = {**measured.slow, **dict.fromkeys(self.guests, _NEVER)}
+        return replace(measured, changing=self.changing, at_home=self.at_home, slow=slow)
 
     def _with_room_for(self, running: Program, case: Case) -> Case:
         """Return the case with room for what runs. A limit in bytes allows more than as many whole microbatches."""

@@ -8,7 +8,8 @@ message only (rule 2).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
@@ -23,6 +24,7 @@ from adaptra.runtime.devices.device_clock import Mark
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
+from adaptra.runtime.worker.step.device_turns import DeviceTurns
 from adaptra.runtime.worker.step.program_messages import ProgramMessages
 
 
@@ -59,6 +61,7 @@ class Executor:
         pacing: Lengthens ops on emulated devices and slowed stages.
         monitor: Records ops and messages.
         mark: The present time on this rank's device, as :meth:`adaptra.runtime.devices.device_clock.OpClock.mark`.
+        turns: The turns of the workers of this process; None if there is one.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Executor:
         pacing: Pacing,
         monitor: Monitor,
         mark: Callable[[], Mark],
+        turns: DeviceTurns | None = None,
     ) -> None:
         self.program = program
         self._order = program.orders[rank]
@@ -82,6 +86,7 @@ class Executor:
         self._pacing = pacing
         self._monitor = monitor
         self._mark = mark
+        self._turns = turns
         self._last = program.stages - 1
         self._values: dict[Op, tuple[Tensor, ...]] = {}
 
@@ -153,20 +158,16 @@ class Executor:
                 grad_outputs = () if stage == self._last else self._take(op, +1, now)
                 if op.kind is Kind.B:
                     self._take_over_sums(op)
-                started = time.monotonic(), self._mark()
-                with named(op):
+                with self._timed(op, now.number) as started:
                     grad_inputs = self._stages[op.replica, stage].input_grad(microbatch, grad_outputs)
                     if op.kind is Kind.B:
-                        self._weight_grad(op, now.number, started[0])
-                self._finish(op, now.number, started)
+                        self._weight_grad(op, now.number, started)
                 if stage > 0:
                     self._values[_made_by(Kind.I, op, stage)] = grad_inputs
             case Kind.W:
                 self._take_over_sums(op)
-                started = time.monotonic(), self._mark()
-                with named(op):
-                    self._weight_grad(op, now.number, started[0])
-                self._finish(op, now.number, started)
+                with self._timed(op, now.number) as started:
+                    self._weight_grad(op, now.number, started)
             case Kind.SEND_F | Kind.SEND_B | Kind.SEND_W | Kind.SEND_RESULT | Kind.SEND_SUM | Kind.SEND_BUFFERS:
                 with named(op):
                     self._messages.send(op, self._sent(op))
@@ -192,10 +193,8 @@ class Executor:
         buffers = self._messages.take_if_sent(Kind.RECV_BUFFERS, op)
         if buffers is not None:
             self._stages[op.replica, op.stage].take_over_buffers(buffers)
-        started = time.monotonic(), self._mark()
-        with named(op):
+        with self._timed(op, now.number):
             outputs = self._stages[op.replica, op.stage].forward(now.number, op.microbatch, inputs, wanted)
-        self._finish(op, now.number, started)
         if op.stage == self._last and op.replica == self._home:
             self._found(now, op.microbatch, outputs)
         else:
@@ -228,10 +227,15 @@ class Executor:
         stage = self._stages[op.replica, op.stage]
         stage.weight_grad(op.microbatch, lambda share: self._pacing.pad_part(op.stage, op.kind, step, at, share))
 
-    def _finish(self, op: Op, step: int, started: tuple[float, Mark]) -> None:
-        at, mark = started
-        self._pacing.pad(op.stage, op.kind, step, at)
-        self._monitor.op(op, mark, self._mark())
+    @contextmanager
+    def _timed(self, op: Op, step: int) -> Generator[float]:
+        """Enclose an op's work on the device, which is measured, and yield when it began."""
+        with nullcontext() if self._turns is None else self._turns.during(op):
+            at, mark = time.monotonic(), self._mark()
+            with named(op):
+                yield at
+            self._pacing.pad(op.stage, op.kind, step, at)
+            self._monitor.op(op, mark, self._mark())
         self._messages.release_after(op)
 
     def _take_over_sums(self, op: Op) -> None:

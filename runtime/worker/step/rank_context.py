@@ -13,7 +13,8 @@ from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.membership.process_membership import ProcessMembership
 from adaptra.runtime.options import Options
 from adaptra.runtime.transports.base import Transport
-from adaptra.runtime.world.world import World
+from adaptra.runtime.worker.step.device_turns import DeviceTurns
+from adaptra.runtime.world.world import WorkerId, World
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class RankContext:
         pacing: Lengthens ops on emulated devices and slowed stages.
         device: The device of this rank's stages.
         options: Options of the runtime.
+        turns: The turns of the workers of this process at its device; None if there is one worker.
     """
 
     placement: tuple[int, ...]
@@ -45,6 +47,12 @@ class RankContext:
     pacing: Pacing
     device: torch.device
     options: Options
+    turns: DeviceTurns | None = None
+
+    @property
+    def is_guest(self) -> bool:
+        """Whether this worker is of another replica than its process's home, whose worker has the same parameters."""
+        return self.world.is_guest(WorkerId(self.worker))
 
     @property
     def rank(self) -> int:

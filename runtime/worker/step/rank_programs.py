@@ -189,7 +189,9 @@ class RankPrograms:
         batch = BatchShapes(first.inputs, last.targets, last.outputs)
         timeout = context.options.timeout
         messages = ProgramMessages(lowered, shapes, batch, carrier, context.monitor, timeout, context.clock.mark, code)
-        return Executor(lowered, carrier.rank, stages, messages, context.pacing, context.monitor, context.clock.mark)
+        return Executor(
+            lowered, carrier.rank, stages, messages, context.pacing, context.monitor, context.clock.mark, context.turns
+        )
 
     def _reserve(self, executor: Executor, number: int) -> None:
         if not executor.program.is_one_pipeline:

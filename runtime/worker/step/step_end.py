@@ -108,6 +108,7 @@ class AllAtOnce:
         reduce: How gradients are added up over them.
         monitor: Records how long that took.
         mark: The present time on this rank's device, as :meth:`adaptra.runtime.devices.device_clock.OpClock.mark`.
+        fills: Whether this worker fills ``grad``. One of the workers does that have the same parameters.
 
     Attributes:
         sums: The gradients of the step that is under way.
@@ -122,11 +123,14 @@ class AllAtOnce:
         reduce: Reduce,
         monitor: Monitor,
         mark: Callable[[], Mark],
+        *,
+        fills: bool = True,
     ) -> None:
         self.sums: Final = Accumulators(parameters)
         self._hooks = GradientHooks(parameters, copied)
         self._losses = losses
         self._monitor = monitor
+        self._fills = fills
         self._sum: GradientSum | None = None
         if (replicas := losses.replicas).count > 1:
             bucket = reduce.bucket or replicas.best_bucket(sum(one.nbytes for one in parameters.values()))
@@ -181,7 +185,7 @@ class AllAtOnce:
 
     def commit(self, certificate: Certificate) -> None:
         """Divide the sums, fill ``grad``, and run hooks."""
-        if not certificate.has_gradients:
+        if not (certificate.has_gradients and self._fills):
             self.sums.discard()
         elif certificate.divisor is not None:
             self.sums.divide(certificate.divisor)

@@ -74,6 +74,7 @@ class StepParts:
             options.reduce,
             context.monitor,
             context.clock.mark,
+            fills=not context.is_guest,
         )
         self.gradients: Final = Gradients(
             rank, self.end.sums, shared, placement, transport, options.timeout, self._probes.answer

@@ -31,7 +31,7 @@ def survive(rank: int) -> tuple[list[float], list[list[int]]] | None:
     assert before.combine_losses(torch.tensor([float(rank)]), mean=False).item() == sum(range(RANKS))
     if rank == LOST:
         os._exit(1)
-    world = World(1, 1, (ProcessId(0), ProcessId(2)))
+    world = World(1, 1, (ProcessId(0), ProcessId(2)), (0, 1))
     (worker,) = world.hosted(ProcessId(rank))
     after = Replicas(world, worker, "epoch 1", HOST)
     summed = after.combine_losses(torch.tensor([float(rank), 1.0]), mean=False, aside=True).tolist()
@@ -54,7 +54,7 @@ def in_turn(rank: int) -> int:
     dist.init_process_group("gloo")
     before = 0
     for epoch in range(EPOCHS):
-        world = World(epoch, 1, (ProcessId(epoch % 2), ProcessId(1 - epoch % 2)))
+        world = World(epoch, 1, (ProcessId(epoch % 2), ProcessId(1 - epoch % 2)), (epoch % 2, 1 - epoch % 2))
         (worker,) = world.hosted(ProcessId(rank))
         replicas = Replicas(world, worker, f"epoch {epoch}", HOST)
         assert replicas.gather([rank]) == [[epoch % 2], [1 - epoch % 2]]

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 
 import pytest
 import torch.distributed as dist
+from errors_table import check_documented
 
 from adaptra.errors import LaunchError
-from adaptra.runtime.launch.launch import Launch, launch
+from adaptra.runtime.launch.launch import Launch, _world, launch  # pyright: ignore[reportPrivateUsage]
 from adaptra.runtime.transports.c10d.c10d import C10dTransport
 
 ARGUMENTS = {"stages": "1"}
@@ -33,7 +34,7 @@ def close(launched: Launch) -> None:
 def test_without_a_launcher_all_ranks_are_threads_of_this_process() -> None:
     launched = launch(3, None, ARGUMENTS, 5)
     assert [(transport.rank, transport.world_size) for transport in launched.transports] == [(0, 3), (1, 3), (2, 3)]
-    assert (launched.replicas.count, launched.replicas.any_has(True), launched.roles) == (1, True, None)
+    assert (launched.replicas[0].count, launched.replicas[0].any_has(True), launched.roles) == (1, True, None)
 
 
 def test_under_a_launcher_a_process_has_one_rank() -> None:
@@ -51,4 +52,14 @@ def test_ranks_that_do_not_fit_the_stages_are_refused(stages: int) -> None:
     with process_group(), pytest.raises(LaunchError) as caught:
         launch(stages, None, ARGUMENTS, 5)
     assert f"1 ranks for a pipeline of {stages}: expected a multiple of {stages} ranks" in str(caught.value)
-    assert f"start {stages} processes or" in str(caught.value)
+    assert f"start {stages} processes, ask" in str(caught.value)
+
+
+def test_replicas_take_a_launcher_and_a_gpu_of_their_own_under_nccl() -> None:
+    with pytest.raises(LaunchError) as alone:
+        launch(2, None, ARGUMENTS, 5, roles=3)
+    check_documented("LaunchError", str(alone.value), "replicas=…: expected 1 without a launcher; start … to … processes")
+    with pytest.raises(LaunchError) as on_one_gpu:
+        _world(2, 3, 2, "nccl")
+    row = "transport 'nccl' with … ranks for … workers: expected transport='delegate', as NCCL takes a GPU once"
+    check_documented("LaunchError", str(on_one_gpu.value), row)

@@ -50,7 +50,7 @@ def enter(rank: int, with_delegate: bool) -> tuple[int, int] | None:
     if rank != ABSENT:
         for epoch in range(1, EPOCHS):
             hosts = (ProcessId(0), ProcessId(2))
-            world = World(epoch, 2, hosts if epoch % 2 else hosts[::-1])
+            world = World(epoch, 2, hosts if epoch % 2 else hosts[::-1], (0, 0))
             after = launched.enter(world)
             for transport in launched.transports:
                 transport.close()

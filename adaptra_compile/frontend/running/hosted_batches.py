@@ -1,0 +1,128 @@
+"""The batches of other replicas whose workers this process hosts: the process at home there sends them.
+
+A process is given the batch of its home replica alone. So the first process of a replica sends its batch to those that host
+workers of it and are at home elsewhere, before each call. They take it as if they had been given it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from adaptra.errors import BatchError, PipelineError
+from adaptra.frontend.running.batches import Batches
+from adaptra.frontend.running.local_workers import LocalWorkers
+from adaptra.frontend.shapes.shapes import ShapedBatch
+from adaptra.graph import CompiledStages
+from adaptra.runtime.exchange.state_transfer import Handover, receive, send
+from adaptra.runtime.exchange.tensor_memory import why_not_movable
+from adaptra.runtime.membership.process_membership import Listener
+from adaptra.runtime.transports.process_groups import end_waits
+
+_INPUT = "input"
+_TARGET = "target"
+_CALL = "call"
+
+
+class HostedBatches:
+    """The batches of all workers of this process. It sends that of its home to others, and takes those of its guests.
+
+    Args:
+        local: The workers of this process.
+        of_replica: Splits the batches of each replica whose workers this process hosts.
+    """
+
+    def __init__(self, local: LocalWorkers, of_replica: Mapping[int, Batches]) -> None:
+        self._local = local
+        self._of_replica = of_replica
+
+    def of(
+        self, call: str, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any], *, with_loss: bool, training: bool
+    ) -> dict[int, ShapedBatch]:
+        """Return the batches in microbatches by replica. All processes call it.
+
+        Args:
+            call: The method of the pipeline that the user has called.
+            args, targets, kwargs, with_loss, training: As of :meth:`.batches.Batches.of`, of this process's home.
+
+        Raises:
+            BatchError: This process has to send a batch, and was not given all of it. Or another one's is not one that this
+                pipeline takes.
+            PipelineError: The process that sends a batch has called another method.
+            PeerLostError: It is lost.
+        """
+        arrived = (
+            self._exchanged(call, args, targets, kwargs, with_loss=with_loss) if self._local.launched.world.has_guests else {}
+        )
+        how = {"with_loss": with_loss, "training": training}
+        # The ranks of a replica agree on new shapes. In one order of replicas on all processes, none waits in a circle.
+        return {
+            replica: self._taken(batches, arrived[replica], **how)
+            if replica in arrived
+            else batches.of(args, targets, kwargs, **how)
+            for replica, batches in sorted(self._of_replica.items())
+        }
+
+    def _exchanged(
+        self, call: str, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any], *, with_loss: bool
+    ) -> dict[int, Handover]:
+        """Send this process's batch to those that need it, and return those of its guests by replica."""
+        launched = self._local.launched
+        guests = [replica for replica in self._of_replica if replica != launched.replica]
+        takers = launched.world.takers(launched.replica) if launched.world.giver(launched.replica) == launched.process else ()
+        own = self._given(call, args, targets, kwargs, with_loss=with_loss) if takers else Handover()
+        listener = Listener(lambda _: end_waits(launched.everyone))
+        with self._local.called(call), self._local.changing("batch"):
+            launched.membership.add(listener)
+            try:
+                waits = [send(own, taker, launched.everyone) for taker in takers]
+                arrived = {replica: receive(launched.world.giver(replica), launched.everyone) for replica in guests}
+                for wait in waits:
+                    wait()
+            finally:
+                launched.membership.remove(listener)
+            for replica, given in arrived.items():
+                self._check_call(call, given, launched.world.giver(replica))
+        return arrived
+
+    @property
+    def _compiled(self) -> CompiledStages:
+        return self._local.compiled
+
+    def _given(self, call: str, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any], *, with_loss: bool) -> Handover:
+        """Return this process's batch, as others take it."""
+        inputs, wanted = self._compiled.inputs, self._compiled.targets
+        needs_targets = with_loss and bool(wanted.specs)
+        if not (args or kwargs) or (needs_targets and targets is None):
+            launched = self._local.launched
+            takers = ", ".join(map(str, launched.world.takers(launched.replica)))
+            raise BatchError(
+                f"{call}: rank {launched.process} was not given the whole batch of replica {launched.replica}, some of whose "
+                f"workers rank {takers} hosts: expected inputs and targets on rank {launched.process}, which sends them"
+            )
+        flat = {_INPUT: inputs.flatten(args, kwargs, any_size=True)}
+        if needs_targets:
+            flat[_TARGET] = wanted.flatten(targets, any_size=True)
+        tensors = {(str(index), what): _movable(one) for what, of in flat.items() for index, one in enumerate(of)}
+        return Handover(tensors, {(call, _CALL): None})
+
+    def _check_call(self, call: str, given: Handover, giver: int) -> None:
+        if (call, _CALL) not in given.numbers:
+            ((other, _),) = given.numbers
+            raise PipelineError(
+                f"rank {self._local.launched.process} called {call}, rank {giver} {other}: expected the same calls in the same "
+                "order on all ranks"
+            )
+
+    def _taken(self, batches: Batches, given: Handover, *, with_loss: bool, training: bool) -> ShapedBatch:
+        inputs, targets = ([one for (_, what), one in given.tensors.items() if what == kind] for kind in (_INPUT, _TARGET))
+        args, kwargs = self._compiled.inputs.arguments(inputs)
+        whole = args, kwargs, self._compiled.targets.unflatten(targets) if with_loss else None
+        return batches.of_flat(inputs, targets, whole, with_loss=with_loss, training=training)
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor if why_not_movable(tensor) is None else tensor.contiguous()
