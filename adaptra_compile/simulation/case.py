@@ -63,6 +63,7 @@ class Case:
         ports: Per worker, the time that a message occupies its port, in each direction; 0 for workers that are not named.
         slow: Per worker, the factor on the durations of its ops; 1 for workers that are not named.
         lost: The workers that are lost.
+        guests: The workers that compute nothing, since their processes compute for other replicas. They take part in REDUCE.
         hand_over: Latency of an accumulator that passes from one worker to another.
         hands_over: Whether workers hand the accumulator over. If not, each adds up its own, and W ops wait for no other W.
         memory: Per rank of a replica, the most microbatches that its worker holds from the start of F to the end of W. Those
@@ -89,6 +90,7 @@ class Case:
     ports: Mapping[int, float] = field(default_factory=dict[int, float], hash=False, kw_only=True)
     slow: Mapping[int, float] = field(default_factory=dict[int, float], hash=False, kw_only=True)
     lost: frozenset[int] = field(default=frozenset(), kw_only=True)
+    guests: frozenset[int] = field(default=frozenset(), kw_only=True)
     hand_over: float = field(default=0.0, kw_only=True)
     hands_over: bool = field(default=True, kw_only=True)
     memory: tuple[int, ...] | None = field(default=None, kw_only=True)
@@ -197,6 +199,15 @@ class Case:
         return max(self.placement) + 1
 
     @cached_property
+    def columns(self) -> tuple[tuple[int, ...], ...]:
+        """The workers that may compute microbatches of each stage: all but lost ones and guests."""
+        away = self.lost | self.guests
+        return tuple(
+            tuple(worker for worker in column if worker is not None and worker not in away)
+            for column in zip(*self.grid, strict=True)
+        )
+
+    @cached_property
     def grid(self) -> Grid:
         """The worker of each stage of each replica, None where it is lost."""
         return tuple(
@@ -261,15 +272,16 @@ class Case:
             for stage in stages:
                 if not 0 <= stage < self.stages:
                     raise CaseError(f"{what}: stage {stage} does not exist: expected 0..{self.stages - 1}")
-        for worker in sorted(self.lost):
+        for worker in sorted(self.lost | self.guests):
             if home := self.at_home.intersection(self.stages_of(worker)):
+                what = "lost" if worker in self.lost else "guests"
                 raise CaseError(
-                    f"lost: worker {self.place_of(worker)} has stage {min(home)}, which is in at_home: expected one whose "
+                    f"{what}: worker {self.place_of(worker)} has stage {min(home)}, which is in at_home: expected one whose "
                     "microbatches others may compute"
                 )
 
     def _check_workers(self) -> None:
-        for what, workers in (("slow", self.slow), ("ports", self.ports), ("lost", self.lost)):
+        for what, workers in (("slow", self.slow), ("ports", self.ports), ("lost", self.lost), ("guests", self.guests)):
             for worker in workers:
                 self._check_worker(what, worker)
         for source, destination in self.links:
@@ -280,9 +292,9 @@ class Case:
                 raise CaseError(
                     f"slow: {factor:g} for worker {worker}: expected a factor above 0, such as 2 for half the speed"
                 )
-        for stage in range(self.stages) if self.lost else ():
+        for stage in range(self.stages) if self.lost or self.guests else ():
             column = [self.worker(replica, stage) for replica in range(self.replicas)]
-            if self.lost.issuperset(column):
+            if self.guests.union(self.lost).issuperset(column):
                 raise CaseError(
                     f"lost: all {self.replicas} workers of stage {stage}, {column[0]} to {column[-1]}: expected one that lives "
                     "on each stage; only a checkpoint has its parameters then"

@@ -9,7 +9,7 @@ from dataclasses import replace
 from adaptra.errors import CaseError, OptionError, PlanError, ScheduleError
 from adaptra.graph import CompiledStages
 from adaptra.planning.check_memory import check_memory
-from adaptra.planning.routes.job_planner import plan_with_guests
+from adaptra.planning.routes.job_planner import plan_job
 from adaptra.planning.routes.period_bound import period_bound
 from adaptra.program import Program
 from adaptra.program.routing import Routing
@@ -66,13 +66,11 @@ def around_guests(plan: Plan, guests: Collection[int], replicas: int, compiled: 
         replicas: The number of replicas of the job.
         compiled: The stages.
     """
-    case = replace(
-        plan.case.of_replicas(replicas),
-        changing=frozenset(changed_buffers(compiled)),
-        at_home=frozenset(kept_at_home(compiled, plan.case.placement)),
-    )
+    kept = frozenset(kept_at_home(compiled, plan.case.placement))
+    case = replace(plan.case.of_replicas(replicas), changing=frozenset(changed_buffers(compiled)), at_home=kept)
     try:
-        program = plan_with_guests(case, guests)
+        case = replace(case, guests=frozenset(guests))
+        program = plan_job(case)
     except (CaseError, PlanError) as error:
         logger.info("guests compute their own microbatches: %s", error)
         return plan

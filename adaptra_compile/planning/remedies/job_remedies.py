@@ -17,8 +17,8 @@ import contextlib
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby, pairwise
 from typing import Final
@@ -31,6 +31,7 @@ from adaptra.planning.routes.job_planner import detoured, plan_job, shares
 from adaptra.planning.routes.joined_programs import crossed_replicas, join, order_of_replica
 from adaptra.planning.routes.measured_jobs import pipeline_case
 from adaptra.planning.routes.period_bound import period_bound
+from adaptra.planning.routes.route import share_evenly
 from adaptra.program import Program
 from adaptra.program.routing import Routing
 from adaptra.simulation.case import Case
@@ -203,7 +204,7 @@ class _Comparing:
         self._delegated = delegated
         self._costs = costs
         self._searches = searches
-        self._healthy = Routing.of_paths(case.grid, [[_path(row)] * case.microbatches for row in case.grid])
+        self._healthy = share_evenly(replace(case, slow={}, ports={}), in_turns=False)
         self._found = [self._candidate(JobRemedy.KEEP, simulate(self._current, case))]
         self._refused: dict[JobRemedy, str] = {}
 
@@ -225,6 +226,9 @@ class _Comparing:
     def _reordered(self) -> None:
         """Plan each replica by the planner of one pipeline, and all together if their period may be shorter still."""
         case = self._case
+        if case.guests:  # no replica is at home with all of its microbatches
+            self._add(JobRemedy.REORDER, case, [self._maker(case, [self._healthy], 0.5)])
+            return
         crossed = crossed_replicas(self._current.routing)
         cases = [pipeline_case(case, replica) for replica in range(case.replicas)]
         running: dict[Case, Program | None] = {}
@@ -383,7 +387,3 @@ def _takers(routing: Routing, replica: int, stage: int) -> Iterator[tuple[int, i
 
 def _places(routing: Routing) -> Iterator[tuple[int, int]]:
     return ((replica, stage) for replica in range(routing.replicas) for stage in range(routing.stages))
-
-
-def _path(row: Iterable[int | None]) -> tuple[int, ...]:
-    return tuple(worker for worker in row if worker is not None)

@@ -75,13 +75,14 @@ def merge_alike(case: Case, routing: Routing) -> MergedJob:
         ports={moved[worker]: time for worker, time in case.ports.items() if worker in moved},
         links={(moved[a], moved[b]): link for (a, b), link in case.links.items()},
         lost=frozenset(moved[worker] for worker in case.lost),
+        guests=frozenset(moved[worker] for worker in case.guests),
     )
     return MergedJob(merged, Routing(grid, routes, case.microbatches), tuple(map(tuple, kept)))
 
 
 def _replicas_apart(case: Case, routing: Routing) -> set[int]:
     """Return the replicas that are not alike: with lost workers, links of their own, or microbatches given or taken."""
-    apart = {case.replica_of(worker) for worker in case.lost}
+    apart = {case.replica_of(worker) for worker in case.lost | case.guests}
     apart |= {case.replica_of(worker) for ends in case.links for worker in ends}
     for route in routing.routes:
         homes = {case.replica_of(worker) for worker in route.workers}

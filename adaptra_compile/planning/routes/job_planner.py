@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Final
@@ -84,24 +84,6 @@ def plan_job(
         )
     orders = best.merged.expand([best.orders.of(worker) for worker in range(best.merged.routing.live[-1] + 1)], best.routing)
     return Program("adapted", best.routing, orders)
-
-
-def plan_with_guests(case: Case, guests: Collection[int], *, budget: float | None = None) -> Program:
-    """Find the program in which guests compute nothing, since their process computes for another replica already.
-
-    Their microbatches take the routes around lost workers. But they take part in sums, so the grid stays whole.
-
-    Args:
-        case: The case, in which they are as the others.
-        guests: The workers.
-        budget: As of :func:`plan_job`.
-
-    Raises:
-        CaseError: All workers of a stage are guests, or microbatches of one may not leave it.
-        PlanError: As :func:`plan_job`.
-    """
-    around = _known(replace(case, lost=frozenset(guests)))
-    return plan_job(case, budget=budget, routing=[Routing.of_paths(case.grid, one.path_of) for one in around])
 
 
 def _check_room(case: Case) -> None:

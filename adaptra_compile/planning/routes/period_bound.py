@@ -63,11 +63,10 @@ def flow_bound(case: Case) -> Bound:
     """
     if not is_straight(case.placement):
         raise CaseError(f"flow_bound: placement {list(case.placement)}: expected one stage per worker")
-    columns = list(zip(*case.grid, strict=True))
     updates = _updates(case, case.grid)
     shortest = _shortest(case)
     taken_bounds: list[Bound] = []
-    for stage, column in enumerate(columns):
+    for stage, column in enumerate(case.columns):
         neighbours = (stage > 0) + (stage + 1 < case.stages)
 
         def next_bound(worker: int, number: int, stage: int = stage, neighbours: int = neighbours) -> tuple[float, int, Bound]:
@@ -78,7 +77,7 @@ def flow_bound(case: Case) -> Bound:
             greatest = max(bounds, key=lambda one: one.value)
             return greatest.value, worker, greatest
 
-        counts = {worker: 1 for worker in column if worker is not None}
+        counts = dict.fromkeys(column, 1)
         ends = [next_bound(worker, 1) for worker in counts]
         heapq.heapify(ends)
         for _ in range(case.replicas * case.microbatches):
@@ -91,7 +90,7 @@ def flow_bound(case: Case) -> Bound:
 
 def _shortest(case: Case) -> dict[int, _Share]:
     """Return, per live worker, its trip and ways with the shortest ones of all paths."""
-    columns = [[worker for worker in column if worker is not None] for column in zip(*case.grid, strict=True)]
+    columns = case.columns
     trips: dict[int, float] = dict.fromkeys(columns[-1], 0.0)
     for stage in range(case.stages - 2, -1, -1):
         for here in columns[stage]:

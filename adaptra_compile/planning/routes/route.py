@@ -12,8 +12,8 @@ from adaptra.simulation.case import Case
 def share_evenly(case: Case, *, in_turns: bool, pause: float = 0.0) -> Routing:
     """Return the routing in which the workers of each stage are busy for about as long.
 
-    Lost workers give all their microbatches to the stage's other workers, and slow ones or those with a narrow port some of
-    them. The busiest worker of a stage has the least to do that whole microbatches allow.
+    Lost workers and guests give all their microbatches to the stage's other workers, and slow ones or those with a narrow port
+    some of them. The busiest worker of a stage has the least to do that whole microbatches allow.
 
     Args:
         case: The case, with lost and slow workers.
@@ -35,7 +35,7 @@ def counts(case: Case, stage: int, pause: float = 0.0) -> dict[int, int]:
 
     What the same workers compute of earlier stages counts.
     """
-    live = [worker for row in case.grid if (worker := row[stage]) is not None]
+    live = case.columns[stage]
     numbers = dict.fromkeys(live, 0)
     before = dict.fromkeys(live, (0.0, 0.0))
     for one in case.stages_of(live[0])[: case.stages_of(live[0]).index(stage) + 1]:

@@ -30,8 +30,6 @@ from adaptra.sizes import size_text
 LONGEST_SEARCH: Final = 0.2
 """Seconds of the longest search for remedies of several replicas: with more, it finds hardly any better ones."""
 
-_NEVER: Final = 1e6
-"""How many times slower a guest counts, so that none of its microbatches comes home."""
 DRAFT: Final = 0.25
 """The part of such a search's seconds for a suspicion, since all ranks must be ready before the next step ends."""
 
@@ -259,8 +257,7 @@ class Planning:
         memory = case.of_replicas(self.replicas).memory
         updates = UpdateSeconds(steps, (0.0,) * case.stages, barrier=detection.barrier)
         measured = measured_case(costs, case.microbatches, updates, placement=case.placement, memory=memory)
-        slow = {**measured.slow, **dict.fromkeys(self.guests, _NEVER)}
-        return replace(measured, changing=self.changing, at_home=self.at_home, slow=slow)
+        return replace(measured, changing=self.changing, at_home=self.at_home, guests=self.guests)
 
     def _with_room_for(self, running: Program, case: Case) -> Case:
         """Return the case with room for what runs. A limit in bytes allows more than as many whole microbatches."""

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jobs import even_case, random_case
 
-from adaptra.errors import PlanError
+from adaptra.errors import CaseError, PlanError
+from adaptra.planning.remedies.job_remedies import JobRemedy, compare_remedies
 from adaptra.planning.routes.job_planner import plan_job
 from adaptra.planning.routes.period_bound import flow_bound, period_bound
 from adaptra.planning.routes.route import share_evenly
@@ -188,3 +189,32 @@ def test_a_worker_whose_links_are_all_narrow_costs_no_more_than_a_lost_one(repli
     narrow, lost = replace(case, links=links), replace(case, lost=frozenset({1}))
     periods = [simulate(plan_job(one, effort=200_000), one).period for one in (narrow, lost)]
     assert periods[0] <= periods[1] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("guests", [(11,), (6,), (10, 11), (7, 11)], ids=str)
+def test_guests_compute_nothing_and_are_in_all_sums(guests: tuple[int, ...]) -> None:
+    """The period is that of as many lost workers."""
+    case = replace(even_case(3, 4, 6, 3.0), guests=frozenset(guests))
+    program = plan_job(case, effort=20_000)
+    verify(program, hands_over=case.hands_over)
+    assert program.routing.workers == case.grid and None not in case.grid[2]
+    for guest in guests:
+        assert [op.kind.name for op in program.orders[guest]] == ["REDUCE", "STEP"]
+    lost = replace(case, guests=frozenset(), lost=frozenset(guests))
+    assert simulate(program, case).period == simulate(plan_job(lost, effort=20_000), lost).period
+    assert flow_bound(case).value == flow_bound(lost).value
+
+
+def test_a_slow_worker_shares_with_all_but_guests() -> None:
+    """Whatever is compared: no remedy brings a guest's microbatches home, and reordering keeps the routes around it."""
+    case = replace(even_case(3, 2, 6, 1.0), guests=frozenset({5}))
+    running = plan_job(case, effort=20_000)
+    compared = compare_remedies(replace(case, slow={0: 3.0}), running, effort=200_000)
+    assert compared.best.kind is JobRemedy.SHARE
+    for one in compared.candidates:
+        assert not [op for op in one.program.orders[5] if op.kind.is_compute], one.kind
+
+
+def test_all_workers_of_a_stage_are_no_guests() -> None:
+    with pytest.raises(CaseError, match="all 2 workers of stage 1"):
+        replace(even_case(2, 2, 4, 1.0), guests=frozenset({1}), lost=frozenset({3}))
