@@ -98,6 +98,12 @@ def simulate(problem: Problem, orders: Orders, steps: int, times: bool = True) -
         ValueError: There is no step, or needs of the problem's rule span more than neighbouring stages.
     """
 
+def runs_whole(problem: Problem, orders: Orders) -> bool:
+    """Return whether orders are a complete step, or all its forwards, that the workers can execute.
+
+    Releases the interpreter lock. Each worker keeps microbatch order, and updates its stages behind their gradients, or none.
+    """
+
 def peaks(cost: CostModel, orders: Orders) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Return the most microbatches in flight per stage on one worker, and the most memory held per worker."""
 

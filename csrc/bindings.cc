@@ -345,6 +345,15 @@ void bind_simulation(nb::module_& m) {
       },
       nb::arg("problem"), nb::arg("orders"), nb::arg("steps"), nb::arg("times") = true);
   m.def(
+      "runs_whole",
+      [](const schedule::Problem& problem, const Orders& converted) {
+        const nb::gil_scoped_release release;
+        return schedule::contents_of(problem, converted.orders) >= schedule::Contents::Forwards &&
+               schedule::keep_order(problem, converted.orders) &&
+               schedule::Simulator(problem, 1).run(converted.orders).complete;
+      },
+      nb::arg("problem"), nb::arg("orders"));
+  m.def(
       "peaks",
       [](nb::handle cost, const Orders& converted) {
         const schedule::Peaks found = schedule::peaks(to_cost(cost), converted.orders);

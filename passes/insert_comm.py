@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final, NamedTuple
 
@@ -91,9 +91,17 @@ class InsertComm(Pass):
 
     def apply(self, program: Program, cost: CostModel) -> Program:
         """Return the program with its messages. Without ``ahead``, ``cost`` decides how far ahead receives are posted."""
+        return self.of_ranks(program, cost, range(program.ranks))
+
+    def of_ranks(self, program: Program, cost: CostModel, ranks: Collection[int]) -> Program:
+        """Return the program with both ends of the messages to and from these ranks.
+
+        So these ranks have the orders of :meth:`apply`. It reads their orders and those of their peers, and simulated times.
+        """
         if program.is_lowered:
             raise PassError(f"{self}: {program.name} holds SEND and RECV ops already: expected compute ops only")
-        channels = _channels(program, self._hands_over)
+        near = program.routing.peers(ranks)
+        channels = _channels(program, self._hands_over, ranks)
         counts = self._counts(program, cost, channels)
         received_before: defaultdict[tuple[int, int], list[Op]] = defaultdict(list)
         sends: defaultdict[Op, list[Op]] = defaultdict(list)
@@ -104,13 +112,15 @@ class InsertComm(Pass):
                 sends[message.producer].append(message.send)
         orders = tuple(
             tuple(_with_messages(order, [received_before[rank, index] for index in range(len(order))], sends))
+            if rank in near
+            else order
             for rank, order in enumerate(program.orders)
         )
         return replace(program, orders=orders)
 
     def ahead_of_need(self, program: Program, cost: CostModel) -> Mapping[Channel, int]:
         """Return, per channel of a compute-only program, by how many messages :meth:`apply` posts receives ahead."""
-        return self._counts(program, cost, _channels(program, self._hands_over))
+        return self._counts(program, cost, _channels(program, self._hands_over, range(program.ranks)))
 
     @property
     def _hands_over(self) -> bool:
@@ -143,16 +153,18 @@ class Message(NamedTuple):
     consumer: tuple[int, int]
 
 
-def _channels(program: Program, hands_over: bool) -> Mapping[Channel, list[Message]]:
-    """Return all messages between ranks, on each channel in the order in which they are sent."""
+def _channels(program: Program, hands_over: bool, ranks: Collection[int]) -> Mapping[Channel, list[Message]]:
+    """Return all messages to and from these ranks, on each channel in the order in which they are sent."""
     channels: defaultdict[Channel, list[Message]] = defaultdict(list)
-    places = {op: (rank, index) for rank, order in enumerate(program.orders) for index, op in enumerate(order)}
+    near = sorted(program.routing.peers(ranks))
+    places = {op: (rank, index) for rank in near for index, op in enumerate(program.orders[rank])}
     stays_home = program.routing.stays_at_home
     for consumer, place in places.items():
         if consumer.kind is Kind.W and stays_home:
             continue  # no accumulator is handed over
         for stage, kinds, microbatch, replica in needs(consumer, program, lowered=False, hands_over=hands_over):
-            if program.holder(replica, stage, microbatch) == place[0]:
+            holder = program.holder(replica, stage, microbatch)
+            if holder == place[0] or (holder not in ranks and place[0] not in ranks):
                 continue
             producer = next(op for made in kinds if (op := Op(stage, made, microbatch, None, replica)) in places)
             source = places[producer]
@@ -185,7 +197,8 @@ def _counts_needed(
     takes o + c. A receive posted at p is early enough if p + c' is no later than the end of the producer. It is also early
     enough if p + c' + o + c is no later than the start of the consumer.
     """
-    ops = _times(program, cost, hands_over)
+    ranks = {rank for channel in channels for rank in channel[:2]}
+    ops = _times(program, cost, hands_over, ranks)
     counts: dict[Channel, int] = {}
     for channel, messages in channels.items():
         # A RECV is posted when the op before it ends.
@@ -200,10 +213,11 @@ def _counts_needed(
     return counts
 
 
-def _times(program: Program, cost: CostModel, hands_over: bool) -> Sequence[Sequence[OpInterval]]:
-    """Return when each rank runs its ops, in a step that begins with all ranks idle."""
+def _times(program: Program, cost: CostModel, hands_over: bool, ranks: Collection[int]) -> Mapping[int, Sequence[OpInterval]]:
+    """Return when each of these ranks runs its ops, in a step that begins with all ranks idle."""
     costs = cost if program.is_one_pipeline else alike_case(program, cost, hands_over=hands_over)
-    return simulate(program, costs).timeline.ops
+    simulation = simulate(program, costs)
+    return {rank: simulation.computed(rank) for rank in ranks}
 
 
 def _delays(message: Message, cost: CostModel) -> tuple[float, float]:

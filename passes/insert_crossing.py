@@ -11,7 +11,7 @@ travel from worker to worker with the microbatches. The first worker has them fr
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import ClassVar, NamedTuple
@@ -65,16 +65,28 @@ class InsertCrossing(Pass):
 
     def apply(self, program: Program, cost: CostModel) -> Program:
         """Return the program with its crossing messages. ``cost`` is not used."""
+        return self.of_ranks(program, range(program.ranks))
+
+    def of_ranks(self, program: Program, ranks: Collection[int]) -> Program:
+        """Return the program with both ends of the crossing messages to and from these ranks.
+
+        So these ranks have the orders of :meth:`apply`. Their other messages have to be there, with both ends.
+        """
         if unknown := sorted(set(self.buffers).difference(range(program.stages))):
             raise PassError(f"{self}: stage {unknown[0]} does not exist: expected 0..{program.stages - 1}")
         if program.routing.stays_at_home:
             return program
         if any(op.kind.is_crossing for order in program.orders for op in order):
             raise PassError(f"{self}: {program.name} has messages of foreign microbatches already: expected none")
-        sends = list(crossings(program, self.fold == "handover", self.buffers))
-        if sends and not program.is_lowered and _implies_messages(program, self.fold == "handover"):
+        ends = ((send, program.rank_of(send), program.rank_of(other_end(send))) for send in self._crossings(program))
+        sends = [send for send, source, destination in ends if source in ranks or destination in ranks]
+        if sends and not program.is_lowered and _implies_messages(program, self.fold == "handover", ranks):
             raise PassError(f"{self}: {program.name} lacks the messages between its ranks: run insert-comm first")
-        return _with_messages(program, sends, LEAST_AHEAD if self.receives == "ahead" else 0) if sends else program
+        near = sorted(program.routing.peers(ranks))
+        return _with_messages(program, sends, LEAST_AHEAD if self.receives == "ahead" else 0, near) if sends else program
+
+    def _crossings(self, program: Program) -> Iterator[Op]:
+        return crossings(program, self.fold == "handover", self.buffers)
 
 
 class _Placed(NamedTuple):
@@ -85,17 +97,17 @@ class _Placed(NamedTuple):
     receive: Op
 
 
-def _implies_messages(program: Program, hands_over: bool) -> bool:
+def _implies_messages(program: Program, hands_over: bool, ranks: Collection[int]) -> bool:
     return any(
         program.holder(need.replica, need.stage, need.microbatch) != rank
-        for rank, order in enumerate(program.orders)
-        for op in order
+        for rank in ranks
+        for op in program.orders[rank]
         for need in needs(op, program, lowered=False, hands_over=hands_over)
     )
 
 
-def _with_messages(program: Program, sends: Sequence[Op], ahead: int) -> Program:
-    places = {op: (rank, number) for rank, order in enumerate(program.orders) for number, op in enumerate(order)}
+def _with_messages(program: Program, sends: Sequence[Op], ahead: int, ranks: Sequence[int]) -> Program:
+    places = {op: (rank, number) for rank in ranks for number, op in enumerate(program.orders[rank])}
     channels = _channels(program, sends, places)
     sent_behind: defaultdict[tuple[int, int], list[Op]] = defaultdict(list)
     for send in sends:
@@ -106,15 +118,15 @@ def _with_messages(program: Program, sends: Sequence[Op], ahead: int) -> Program
         for position, message in zip(_positions(messages, ahead), messages, strict=True):
             received_before[rank, position].append(message.receive)
             moved.add(message.receive)
-    orders: list[tuple[Op, ...]] = []
-    for rank, order in enumerate(program.orders):
-        ops: list[Op] = []
+    orders = list(program.orders)
+    for rank in ranks:
+        order, ops = program.orders[rank], list[Op]()
         for number in range(-1, len(order) + 1):
             ops += received_before[rank, number]
             if 0 <= number < len(order) and order[number] not in moved:
                 ops.append(order[number])
             ops += sent_behind[rank, number]
-        orders.append(tuple(ops))
+        orders[rank] = tuple(ops)
     return replace(program, orders=tuple(orders))
 
 

@@ -14,10 +14,10 @@ same stage. So the routing alone says who computes a microbatch of a stage::
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Final, NamedTuple
 
 from adaptra.errors import ProgramTextError, ScheduleError
@@ -178,6 +178,20 @@ class Routing:
                 holder = self.holder(replica, stage, microbatch)
                 if home is not None and holder != home:
                     yield Away(replica, microbatch, home, holder)
+
+    def peers(self, workers: Collection[int]) -> frozenset[int]:
+        """Return these workers and all with which they may exchange messages.
+
+        Those are neighbours on a route, workers of consecutive microbatches, and the homes of what a worker computes.
+        """
+        asked, linked = set(workers), set[tuple[int | None, int | None]]()
+        for row, paths in zip(self.workers, self.path_of, strict=True):
+            for path in set(paths):
+                linked.update(pairwise(path))
+                linked.update(zip(row, path, strict=True))
+            for before, path in set(pairwise(paths)):
+                linked.update(zip(before, path, strict=True))
+        return frozenset(end for ends in linked for end in ends if end is not None and not asked.isdisjoint(ends))
 
     def column(self, stage: int) -> tuple[int, ...]:
         """Return the live workers that have a stage's parameters, by replica."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Final, NamedTuple
@@ -48,6 +48,7 @@ class Facts:
         hands_over: Whether workers hand over the accumulator of weight gradients.
         barrier: Whether every STEP waits for the REDUCE of all workers.
         changing: The stages whose forwards change buffers, which workers hand over.
+        ranks: The ranks whose messages are checked.
     """
 
     program: Program
@@ -57,6 +58,7 @@ class Facts:
     hands_over: bool
     barrier: bool
     changing: Container[int]
+    ranks: Collection[int]
 
     def needed(self, op: Op) -> Iterator[Op]:
         """Yield the program's own ops, lanes included, that meet the needs of ``op``."""
@@ -118,20 +120,31 @@ def verify(
             expectation and the other op. For a deadlock it names every waiting rank, its op, the op that it waits for and that
             op's position. It also shows the grid of ranks and steps.
     """
-    for rank, order in enumerate(program.orders):
-        for number, op in enumerate(order):
+    ranks = range(program.ranks)
+    check_ops(program, ranks)
+    places = places_of(program, ranks)
+    facts = Facts(program, places, program.is_lowered, program.is_forward_only, hands_over, barrier, changing, ranks)
+    for rule in PROGRAM_RULES:
+        rule(facts)
+    if ordered_channels:
+        channels_keep_their_order(facts)
+    _no_deadlock(facts)
+
+
+def check_ops(program: Program, ranks: Collection[int]) -> None:
+    """Apply the rules on single ops to those of these ranks.
+
+    Raises:
+        InvalidProgramError: A rule is broken.
+    """
+    for rank in ranks:
+        for number, op in enumerate(program.orders[rank]):
             for check in OP_RULES:
                 problem = check(program, rank, op)
                 if problem is not None:
                     where = Position(rank, number, program.rank_word)
                     text = f"{program.name}: {program.text_of(op)}, {where}: {problem}"
                     raise InvalidProgramError(text, rank=rank, number=number)
-    facts = Facts(program, _places(program), program.is_lowered, program.is_forward_only, hands_over, barrier, changing)
-    for rule in PROGRAM_RULES:
-        rule(facts)
-    if ordered_channels:
-        _channels_keep_their_order(facts)
-    _no_deadlock(facts)
 
 
 def _stage_exists(program: Program, rank: int, op: Op) -> str | None:
@@ -199,12 +212,16 @@ def _no_message_crosses(program: Program, rank: int, op: Op) -> str | None:
     return f"no message is needed: microbatches {op.microbatch} and {end.microbatch} are both on {program.rank_word} {rank}"
 
 
-def _places(program: Program) -> Mapping[Op, Position]:
-    """Return the position of every op. An op that occurs twice is refused."""
+def places_of(program: Program, ranks: Collection[int]) -> Mapping[Op, Position]:
+    """Return the position of every op of these ranks.
+
+    Raises:
+        InvalidProgramError: An op occurs twice.
+    """
     places: dict[Op, Position] = {}
     word = program.rank_word
-    for rank, order in enumerate(program.orders):
-        for number, op in enumerate(order):
+    for rank in ranks:
+        for number, op in enumerate(program.orders[rank]):
             place = Position(rank, number, word)
             first = places.setdefault(op, place)
             if first is not place:
@@ -249,7 +266,8 @@ def _stages_keep_microbatch_order(facts: Facts) -> None:
             latest[key] = op
 
 
-def _every_message_has_two_ends(facts: Facts) -> None:
+def every_message_has_two_ends(facts: Facts) -> None:
+    """Refuse a message of one of the ranks, between stages or microbatches, that lacks an end, and one that may not be."""
     if not facts.lowered:
         return
     for producer in facts.places:
@@ -266,13 +284,19 @@ def _every_message_has_two_ends(facts: Facts) -> None:
             raise facts.error(text, place)
 
 
-def _foreign_microbatches_have_their_messages(facts: Facts) -> None:
+def foreign_microbatches_have_their_messages(facts: Facts, *, wanted: bool = False) -> None:
+    """Refuse what crosses replicas, to or from one of the ranks, and lacks an end, and what need not cross.
+
+    Unless such messages are ``wanted``, a program may do without any of them.
+    """
     if facts.program.routing.stays_at_home:
         return
     crossing_ops = [op for op in facts.places if op.kind.is_crossing]
-    sends = crossings(facts.program, facts.hands_over, facts.changing) if crossing_ops else ()
+    sends = crossings(facts.program, facts.hands_over, facts.changing) if crossing_ops or wanted else ()
     needed = {end: send for send in sends for end in (send, other_end(send))}
     for end, send in needed.items():
+        if not any(facts.program.rank_of(one) in facts.ranks for one in (send, other_end(send))):
+            continue
         if end not in facts.places:
             raise facts.missing(end, other_end(end), _why_it_crosses(send, facts.program))
     for op in crossing_ops:
@@ -291,16 +315,18 @@ def _why_it_crosses(send: Op, program: Program) -> str:
 
 
 def _sends_of(facts: Facts, producer: Op) -> Iterator[Op]:
-    """Yield the SEND of each message of a compute op to another rank."""
-    program, (stage, microbatch, replica) = facts.program, (producer.stage, producer.microbatch, producer.replica)
-    sends = [Op(stage, kind, microbatch, None, replica) for kind in _SENT_AFTER.get(producer.kind, ())]
-    for send in sends:
-        end = other_end(send)
-        exists = 0 <= end.stage < program.stages and end.microbatch < program.microbatches
-        if send.kind is Kind.SEND_W and not facts.hands_over:
+    """Yield the SEND of each message of a compute op to another rank, if one of the two is checked."""
+    program, ranks = facts.program, facts.ranks
+    stage, microbatch, replica = producer.stage, producer.microbatch, producer.replica
+    for kind in _SENT_AFTER.get(producer.kind, ()):
+        if kind is Kind.SEND_W and not facts.hands_over:
             continue
-        if exists and program.holder(replica, end.stage, end.microbatch) != program.holder(replica, stage, microbatch):
-            yield send
+        send = Op(stage, kind, microbatch, None, replica)
+        end = other_end(send)
+        if 0 <= end.stage < program.stages and end.microbatch < program.microbatches:
+            source, destination = program.rank_of(send), program.holder(replica, end.stage, end.microbatch)
+            if source != destination and (source in ranks or destination in ranks):
+                yield send
 
 
 def _updates_stand_behind_gradients(facts: Facts) -> None:
@@ -327,9 +353,10 @@ def _updates_stand_behind_gradients(facts: Facts) -> None:
                 before = place
 
 
-def _lanes_agree(facts: Facts) -> None:
+def lanes_agree(facts: Facts) -> None:
+    """Refuse a message to one of the ranks whose two ends are on different lanes."""
     for receive, place in facts.places.items():
-        if receive.kind in SENT_BY:
+        if receive.kind in SENT_BY and place.rank in facts.ranks:
             there = facts.places[other_end(receive)]
             send = facts.program.orders[there.rank][there.number]
             if send.lane != receive.lane:
@@ -337,7 +364,8 @@ def _lanes_agree(facts: Facts) -> None:
                 raise facts.error(f"{ends}: expected both ends of a message on one lane", place)
 
 
-def _channels_keep_their_order(facts: Facts) -> None:
+def channels_keep_their_order(facts: Facts) -> None:
+    """Refuse a channel to or from one of the ranks whose messages are not received in the order in which they are sent."""
     sent: defaultdict[tuple[int, int, Way], list[Op]] = defaultdict(list)
     received: defaultdict[tuple[int, int, Way], list[Op]] = defaultdict(list)
     for op in facts.places:
@@ -346,6 +374,8 @@ def _channels_keep_their_order(facts: Facts) -> None:
         elif op.kind.is_message:
             sent[channel_of(op, facts.program)].append(op)
     for channel, sends in sent.items():
+        if not any(rank in facts.ranks for rank in channel[:2]):
+            continue
         for number, (send, receive) in enumerate(zip(sends, received[channel], strict=True)):
             expected = other_end(receive)
             if send != expected:
@@ -432,9 +462,9 @@ OP_RULES: Final[tuple[Callable[[Program, int, Op], str | None], ...]] = (
 PROGRAM_RULES: Final[tuple[Callable[[Facts], None], ...]] = (
     _every_microbatch_is_complete,
     _stages_keep_microbatch_order,
-    _every_message_has_two_ends,
-    _foreign_microbatches_have_their_messages,
-    _lanes_agree,
+    every_message_has_two_ends,
+    foreign_microbatches_have_their_messages,
+    lanes_agree,
     _updates_stand_behind_gradients,
 )
 """The rules on all ops together. Each relies on the rules before it."""

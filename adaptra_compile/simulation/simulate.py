@@ -19,6 +19,7 @@ from adaptra import _C
 from adaptra.errors import CaseError, ScheduleError
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import INPUT_GRADIENT, WEIGHT_GRADIENT
+from adaptra.program.program import COMPUTE_KINDS, UPDATE_KINDS
 from adaptra.program.verify import verify
 from adaptra.simulation.bound import Bound, BoundKind
 from adaptra.simulation.case import Case
@@ -142,6 +143,10 @@ class Simulation:
         self.program.require_one_pipeline("critical_path")
         return critical_path(self._ops, self._messages, self.program.placement, self.cost)
 
+    def computed(self, worker: int) -> tuple[OpInterval, ...]:
+        """Return the intervals of a worker's compute ops in the first step."""
+        return tuple(one for one in self._intervals(self._simulated, worker, 1) if one.op.kind.is_compute)
+
     def intervals(self, worker: int) -> tuple[tuple[OpInterval, ...], ...]:
         """Return the intervals of a worker's ops, REDUCE and STEP included, per simulated step."""
         count = len(_executed(self.program.orders[worker]))
@@ -191,8 +196,7 @@ class Simulation:
 
     @cached_property
     def _ops(self) -> tuple[tuple[OpInterval, ...], ...]:
-        found = (self._intervals(self._simulated, worker, 1) for worker in range(self.program.ranks))
-        return tuple(tuple(one for one in intervals if one.op.kind.is_compute) for intervals in found)
+        return tuple(map(self.computed, range(self.program.ranks)))
 
     @cached_property
     def _messages(self) -> tuple[MessageInterval, ...]:
@@ -263,6 +267,25 @@ def _refused(program: Program, costs: Case | CostModel) -> AssertionError:
     else:
         verify(program)
     return AssertionError(f"{program.name}: the simulator can't execute what the verifier accepts")
+
+
+def verify_whole(program: Program, *, changing: Collection[int] = ()) -> None:
+    """Prove that the workers can execute a program, as :func:`.verify` does, in a small part of its time.
+
+    Messages are skipped. C++ accepts a program. The verifier decides on all others, and says which rule they break.
+
+    Args:
+        program: The program.
+        changing: The stages whose forwards change buffers.
+
+    Raises:
+        InvalidProgramError: As :func:`.verify`.
+    """
+    unit = CostModel.uniform(program.stages, 1.0, 1.0, 1.0)
+    problem = problem_of(alike_case(program, unit, changing=changing), program.routing)
+    has_lanes = any(op.lane is not None and not op.kind.is_message for order in program.orders for op in order)
+    if has_lanes or not _C.runs_whole(problem, _C.to_orders(program.orders)):
+        verify(program.only(COMPUTE_KINDS | UPDATE_KINDS), changing=changing)
 
 
 def _executed(order: Iterable[Op]) -> tuple[Op, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import replace
 
 from adaptra.program import Kind, Op, Program
@@ -135,3 +136,31 @@ def random_job_program(case: Case, seed: int) -> Program:
         done.add(op)
         orders[holder_of(op)].append(op)
     return replace(empty, orders=tuple(map(tuple, orders)))
+
+
+def damaged(program: Program, seed: int, kinds: Collection[Kind]) -> Program:
+    """The program with one or two of its ops of these kinds moved, swapped, dropped, doubled or put on another rank."""
+    chance = random.Random(f"damage {seed}")
+    orders = [list(order) for order in program.orders]
+    for _ in range(chance.randint(1, 2)):
+        places = [(rank, at) for rank, order in enumerate(orders) for at, op in enumerate(order) if op.kind in kinds]
+        if not places:
+            break
+        rank, at = chance.choice(places)
+        order, other = orders[rank], chance.choice([number for where, number in places if where == rank])
+        match chance.choice(["next", "swapped", "dropped", "doubled", "moved", "elsewhere", "turned"]):
+            case "next":
+                order.insert(max(0, at - 1), order.pop(at))
+            case "swapped":
+                order[at], order[other] = order[other], order[at]
+            case "dropped":
+                order.pop(at)
+            case "doubled":
+                order.insert(other, order[at])
+            case "moved":
+                order.insert(chance.randrange(len(order)), order.pop(at))
+            case "elsewhere":
+                orders[chance.choice(places)[0]].append(order.pop(at))
+            case _:
+                order[at] = replace(order[at], kind=chance.choice(sorted(kinds, key=lambda kind: kind.value)))
+    return replace(program, orders=tuple(map(tuple, orders)))

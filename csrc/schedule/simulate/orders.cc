@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <utility>
 
 #include "schedule/simulate/constants.h"
 
@@ -33,6 +34,60 @@ Contents contents_of(const Problem& problem, const std::vector<Order>& orders) {
   };
   if (all(kAll)) return Contents::Whole;
   return updates ? Contents::Misplaced : all(kForward) ? Contents::Forwards : Contents::Partial;
+}
+
+bool keep_order(const Problem& problem, const std::vector<Order>& orders) {
+  // What a worker has run of a stage: the last microbatch of each replica, and how far its update has come.
+  struct Latest {
+    std::int32_t worker = -1, forward = -1, input_grad = -1, weight_grad = -1;
+  };
+  struct Update {
+    std::int32_t worker = -1;
+    bool reduced = false, stepped = false;
+  };
+  std::vector<Latest> latest(problem.index(problem.replicas, 0, 0) / at(problem.microbatches));
+  std::vector<Update> updates(at(problem.stages));
+  std::vector<std::size_t> steps(orders.size(), 0), held(orders.size(), 0);
+  bool updated = false;
+  for (std::size_t w = 0; w < orders.size(); ++w) {
+    const auto worker = static_cast<std::int32_t>(w);
+    for (const Op& op : orders[w]) {
+      Update& update = updates[at(op.stage)];
+      if (update.worker != worker) update = {worker};
+      Latest& before = latest[at(op.replica * problem.stages + op.stage)];
+      if (before.worker != worker) before = {worker};
+      const auto follows = [&](std::int32_t& last) { return std::exchange(last, op.microbatch) < op.microbatch; };
+      const std::vector<std::int32_t>& column = problem.columns[at(op.stage)];
+      switch (op.kind) {
+        case Kind::F:
+          if (!follows(before.forward)) return false;
+          break;
+        case Kind::I:
+          if (!follows(before.input_grad)) return false;
+          break;
+        case Kind::W:
+          if (update.reduced || !follows(before.weight_grad)) return false;
+          break;
+        case Kind::B:
+          if (update.reduced || !follows(before.input_grad) || !follows(before.weight_grad)) return false;
+          break;
+        case Kind::Reduce:
+          if (std::exchange(update.reduced, true) || op.microbatch != 0 || op.replica != problem.home[w]) return false;
+          if (std::find(column.begin(), column.end(), worker) == column.end()) return false;
+          updated = true;
+          break;
+        case Kind::Step:
+          if (!update.reduced || std::exchange(update.stepped, true)) return false;
+          if (op.microbatch != 0 || op.replica != problem.home[w]) return false;
+          ++steps[w];
+          break;
+      }
+    }
+  }
+  for (const std::vector<std::int32_t>& column : problem.columns) {
+    for (const std::int32_t worker : column) ++held[at(worker)];
+  }
+  return !updated || steps == held;
 }
 
 Peaks peaks(const Cost& cost, const std::vector<Order>& orders) {

@@ -15,6 +15,11 @@ enum class Contents : std::uint8_t { Misplaced, Partial, Forwards, Whole };
 
 [[nodiscard]] Contents contents_of(const Problem& problem, const std::vector<Order>& orders);
 
+// Whether each worker runs the F of a replica and stage in microbatch order, and so its I and its W. And whether it updates
+// each of its stages once, or none: Reduce stands behind all W of the stage, and Step behind Reduce. Requires orders that are
+// not misplaced.
+[[nodiscard]] bool keep_order(const Problem& problem, const std::vector<Order>& orders);
+
 // Most microbatches in flight per stage on a worker: F started, I or B not ended. And most memory held per worker, by the same
 // accounting as adaptra.simulation.cost.CostModel. A program without gradients keeps nothing for them: there an F frees at its
 // end what it allocated.

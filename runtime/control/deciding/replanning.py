@@ -17,14 +17,13 @@ from adaptra.planning.routes.steady_steps import timing_of
 from adaptra.program import Program
 from adaptra.program.placement import Edge
 from adaptra.program.routing import Grid, Routing
-from adaptra.program.verify import verify
 from adaptra.runtime.control.plans.plan import MAX_REASON, Edges, Plan
 from adaptra.runtime.detection.detector import Detection
 from adaptra.runtime.detection.step_noise import steps_until_sure
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.job import alike_case
-from adaptra.simulation.simulate import simulate
+from adaptra.simulation.simulate import simulate, verify_whole
 from adaptra.sizes import size_text
 
 LONGEST_SEARCH: Final = 0.2
@@ -105,7 +104,7 @@ class Planning:
             ScheduleError: As :func:`adaptra.program.verify.verify`.
             PlanError: A microbatch leaves a stage of :attr:`at_home`.
         """
-        verify(program, changing=self.changing)
+        verify_whole(program, changing=self.changing)
         for replica, row in enumerate(program.routing.workers):
             for stage in sorted(self.at_home):
                 away = [one for one in range(program.microbatches) if program.holder(replica, stage, one) != row[stage]]

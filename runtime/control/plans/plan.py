@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final
 
 from adaptra.errors import CaseError, ControlError, ScheduleError
@@ -28,7 +29,7 @@ class Plan:
 
     Attributes:
         version: Counts the plans of a pipeline from 0; never used twice.
-        program: Compute ops only; every rank lowers it for its own transport.
+        program: Compute ops only; every rank lowers its own order for its own transport.
         case: The cost model, microbatches and placement that it was planned for; seconds.
         predicted: The simulated seconds of a step under that case: its makespan behind a barrier, otherwise the period.
         bound: A lower bound of them under any program.
@@ -50,7 +51,7 @@ class Plan:
     predicted_before: float | None = None
     remedy: JobRemedy | None = None
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """The SHA-256 of everything that a rank runs of the plan: ranks with the same digest run the same program in the same
         way.

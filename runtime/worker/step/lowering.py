@@ -1,4 +1,4 @@
-"""Inserts into a program the messages of one job's transport."""
+"""Inserts into a program the messages of one rank, as its transport wants them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from adaptra.passes.insert_comm import InsertComm
 from adaptra.passes.insert_crossing import InsertCrossing
 from adaptra.passes.lower_comm import LowerComm
-from adaptra.program import Kind, Program
-from adaptra.program.dependencies import other_end, peer_stage
+from adaptra.program import Program
+from adaptra.program.dependencies import SENT_BY, other_end
 from adaptra.program.transport_contract import Contract
 from adaptra.runtime.control.plans.plan import Edges, Plan
 from adaptra.simulation.cost import CostModel
@@ -29,23 +29,33 @@ class Lowering:
     changing: frozenset[int]
     with_loss: bool
 
-    def of_plan(self, plan: Plan, program: Program) -> Program:
-        """Return a program with the messages that it has under a plan."""
-        cost = plan.case.cost
+    def of_plan(self, plan: Plan, program: Program, rank: int) -> Program:
+        """Return a program with both ends of all messages to and from a rank under a plan, and no other messages.
+
+        Args:
+            plan: The plan.
+            program: Its program, without messages.
+            rank: The rank, or the worker if there are several replicas.
+        """
         ahead = None if self.with_loss else program.microbatches
-        lowered = InsertComm.for_contract(self.contract, ahead).apply(program, cost)
-        slow = plan.delegated if lowered.is_one_pipeline else _links_over(lowered, plan.delegated)
-        crossing = InsertCrossing.for_contract(self.contract, self.changing)
-        return crossing.apply(LowerComm(slow=slow).apply(lowered, cost), cost)
+        lowered = InsertComm.for_contract(self.contract, ahead).of_ranks(program, plan.case.cost, (rank,))
+        if slow := _edges_at(rank, lowered, plan.delegated):
+            lowered = LowerComm(slow=slow).apply(lowered, plan.case.cost)
+        return InsertCrossing.for_contract(self.contract, self.changing).of_ranks(lowered, (rank,))
 
-    def of_forwards(self, program: Program, cost: CostModel) -> Program:
-        """Return a program of forwards at home with its messages."""
-        return InsertComm.for_contract(self.contract).apply(program, cost)
+    def of_forwards(self, program: Program, cost: CostModel, rank: int) -> Program:
+        """Return a program of forwards at home with both ends of a rank's messages."""
+        return InsertComm.for_contract(self.contract).of_ranks(program, cost, (rank,))
 
 
-def _links_over(lowered: Program, edges: Edges) -> Edges:
-    """Return the links of workers that carry a program's messages over these directed edges of stages."""
-    sends = [op for order in lowered.orders for op in order if op.kind in (Kind.SEND_F, Kind.SEND_B)]
-    crossing = [(op, other_end(op)) for op in sends if (op.stage, peer_stage(op)) in edges]
-    found = {tuple(lowered.holder(end.replica, end.stage, end.microbatch) for end in ends) for ends in crossing}
-    return tuple(sorted((source, destination) for source, destination in found))
+def _edges_at(rank: int, lowered: Program, edges: Edges) -> Edges:
+    """Return those of the directed edges that have an end on a rank, as ``lower-comm`` names them.
+
+    With several replicas they are the links of workers that carry the rank's messages over these edges of stages.
+    """
+    if lowered.is_one_pipeline:
+        return tuple(edge for edge in edges if rank in (lowered.placement[edge[0]], lowered.placement[edge[1]]))
+    messages = [op for op in lowered.orders[rank] if op.kind.is_message and not op.kind.is_crossing]
+    ends = [(other_end(op), op) if op.kind in SENT_BY else (op, other_end(op)) for op in messages]
+    links = {tuple(map(lowered.rank_of, pair)) for pair in ends if (pair[0].stage, pair[1].stage) in edges}
+    return tuple(sorted((source, destination) for source, destination in links))

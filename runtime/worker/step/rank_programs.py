@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -16,8 +16,9 @@ from adaptra.planning.least_memory import plan_least_memory
 from adaptra.planning.planner import plan as search
 from adaptra.program import Program
 from adaptra.program.schedules import forward_only
-from adaptra.program.verify import verify
+from adaptra.program.verify_messages import verify_messages
 from adaptra.runtime.control.plans.plan import Plan
+from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
 from adaptra.runtime.worker.step.executor import Executor
 from adaptra.runtime.worker.step.lowering import Lowering
@@ -26,6 +27,7 @@ from adaptra.runtime.worker.step.rank_context import RankContext
 from adaptra.runtime.worker.step.receive_pool import ReceivePool, by_worker
 from adaptra.runtime.worker.step.shapes import FIRST, RankShape, StepShape
 from adaptra.runtime.worker.step.step_parts import StepParts
+from adaptra.simulation.simulate import verify_whole
 
 MOST_PREPARED: Final = 4
 """The number of executors of proposed plans that are kept. A plan that was evicted is lowered again when it runs."""
@@ -78,15 +80,12 @@ class RankPrograms:
         self._shapes = {FIRST: parts.first}
         self._running: _Runnable | None = None
         self.buffers.grow({})  # after a change of roles, gradients may be read before the first step
-        runnable = self._made_for(initial, FIRST)
-        verify(runnable.executor.program, changing=self._changing)
-        self._prepared = {(initial.version, FIRST): runnable}
+        self._prepared = {(initial.version, FIRST): self._verified(initial, FIRST)}
 
     def prepare(self, plan: Plan) -> None:
         """Check and lower a proposed plan before the step that switches to it; runs beside training.
 
-        The controller has verified the plan, and passes keep a valid program valid. Verifying it again would double the
-        interpreter time of a switch.
+        The control plane has verified the plan's program on this rank, and passes keep a valid program valid.
 
         Raises:
             PlanError: The plan holds more activations than this job allows.
@@ -104,9 +103,7 @@ class RankPrograms:
         self._shapes[number] = shape
         if not shape.shape.trains:
             return
-        runnable = self._made_for(self.plan, number)
-        verify(runnable.executor.program, changing=self._changing)
-        self._prepared[self.plan.version, number] = runnable
+        self._prepared[self.plan.version, number] = self._verified(self.plan, number)
 
     def drop_shape(self, number: int) -> None:
         """Remove a shape with its programs and receive buffers."""
@@ -160,8 +157,9 @@ class RankPrograms:
         """Return an executor that runs the forwards of stages in evaluation mode."""
         shape = of.shape
         forwards = forward_only(self.plan.case.placement, shape.microbatches)
-        program = self._lowering.of_forwards(forwards, self.plan.case.cost)
-        verify(program)
+        rank = self._context.transport.rank
+        program = self._lowering.of_forwards(forwards, self.plan.case.cost, rank)
+        _verify(program, rank)
         shapes = shape.messages(lambda compiled: [MessageShapes(stage.outputs, ()) for stage in compiled.eval])
         executor = self._executor(program, {(0, stage): one for stage, one in stages.items()}, shapes, shape.code)
         self._reserve(executor, shape.number)
@@ -184,7 +182,7 @@ class RankPrograms:
         code: int,
     ) -> Executor:
         context = self._context
-        carrier = context.transport if lowered.is_one_pipeline else context.job
+        carrier = self._carrier_of(lowered)
         first, last = self._compiled.train[0], self._compiled.train[-1]
         batch = BatchShapes(first.inputs, last.targets, last.outputs)
         timeout = context.options.timeout
@@ -213,6 +211,16 @@ class RankPrograms:
         except PlanError:
             return plan_least_memory(replace(case, cost=replace(case.cost, memory_limit=None)))
 
+    def _verified(self, plan: Plan, number: int) -> _Runnable:
+        runnable = self._made_for(plan, number)
+        program = runnable.executor.program
+        _verify(program, self._carrier_of(program).rank, self._changing)
+        return runnable
+
+    def _carrier_of(self, program: Program) -> Transport:
+        """Return what carries a program's messages, and numbers its ranks."""
+        return self._context.transport if program.is_one_pipeline else self._context.job
+
     def _made_for(self, plan: Plan, number: int) -> _Runnable:
         of = self._shapes[FIRST if number == _HOME else number]
         program = self._at_home if number == _HOME else of.shape.program_for(plan)
@@ -220,7 +228,8 @@ class RankPrograms:
         if number not in (FIRST, _HOME):
             stages = {(0, stage): one for stage, one in of.stages.items()}
         messages = self._messages(plan, of.shape)
-        executor = self._executor(self._lowering.of_plan(plan, program), stages, messages, of.shape.code)
+        lowered = self._lowering.of_plan(plan, program, self._carrier_of(program).rank)
+        executor = self._executor(lowered, stages, messages, of.shape.code)
         if self._context.device.type == "cuda":
             executor.make_ready()
         return _Runnable(plan.version, number, program, executor)
@@ -233,3 +242,9 @@ class RankPrograms:
             ]
 
         return shape.messages(of)
+
+
+def _verify(lowered: Program, rank: int, changing: Collection[int] = ()) -> None:
+    """Verify a program and the messages that a rank has inserted; each rank does its own."""
+    verify_whole(lowered, changing=changing)
+    verify_messages(lowered, rank, changing=changing)
