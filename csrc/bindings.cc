@@ -22,6 +22,7 @@
 
 #include "bindings_delegate.h"
 #include "bindings_liveness.h"
+#include "late_threads.h"
 #include "schedule/bounds/bounds.h"
 #include "schedule/replicas/insert_foreign.h"
 #include "schedule/replicas/network.h"
@@ -513,6 +514,7 @@ void bind_search(nb::module_& m) {
 
 NB_MODULE(_C, m) {
   m.doc() = "Event simulation and list scheduling of pipeline programs; the engine of the CPU-side data plane.";
+  adaptra::rest_late_threads();
   bind_simulation(m);
   bind_bounds(m);
   bind_search(m);

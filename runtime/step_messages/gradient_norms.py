@@ -24,7 +24,7 @@ from adaptra.runtime.transports.base import Identity, Purpose, Transport
 _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ABSENT: Final = 255
 """Stands for the precision of a parameter's norm that has no gradient."""
-_FLAG: Final = (TensorSpec((1,), torch.float32),)
+_FLAG: Final = (TensorSpec((1,), torch.float32, stays_on_host=True),)
 
 
 class GradientNorms:
@@ -145,4 +145,4 @@ class GradientNorms:
 
     def _spec(self, rank: int) -> MessageSpec:
         count = len(self._counted[rank])
-        return TensorSpec((count,), torch.float64), TensorSpec((count,), torch.uint8)
+        return tuple(TensorSpec((count,), dtype, stays_on_host=True) for dtype in (torch.float64, torch.uint8))

@@ -29,7 +29,7 @@ from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.step_messages.rate_probes import RateProbes
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 
-SPEC: Final[MessageSpec] = (TensorSpec((1,), torch.uint8),)
+SPEC: Final[MessageSpec] = (TensorSpec((1,), torch.uint8, stays_on_host=True),)
 
 
 class Probes:

@@ -241,7 +241,7 @@ class Gradients:
 
     def spec_of_sums(self, names: Sequence[str]) -> MessageSpec:
         """Return the tensors of :meth:`hand_over`: a byte for each name, which is 0 without a gradient, and the gradients."""
-        return (TensorSpec((len(names),), torch.uint8), *self._spec(names))
+        return (TensorSpec((len(names),), torch.uint8, stays_on_host=True), *self._spec(names))
 
     def hand_over(self, names: Sequence[str]) -> tuple[Tensor, ...]:
         """Return the sums of parameters so far, for another worker that continues them. This rank then has none."""

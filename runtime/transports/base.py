@@ -119,8 +119,6 @@ PURPOSE_OF: Final = {
 }
 """The purpose of the message that an op sends."""
 
-_FOR_HOST: Final = frozenset((Purpose.PROBE, Purpose.GRADIENT_NORM))
-
 _SENT_BY: Final = {purpose: kind for kind, purpose in PURPOSE_OF.items()}
 _OF_EACH_MICROBATCH: Final = frozenset(
     (
@@ -183,8 +181,8 @@ class Identity:
 
     @property
     def is_for_host(self) -> bool:
-        """Whether the receiver's host reads the message, so that its tensors stay in host memory on every transport."""
-        return self.purpose in _FOR_HOST
+        """Whether all of the message stays in host memory, also on a transport for a device."""
+        return all(spec.stays_on_host for spec in self.specs)
 
     @property
     def op(self) -> str:

@@ -288,7 +288,7 @@ class Worker:
             self.state,
             self._context,
             self._parts.gradients,
-            self._parts.end.sums,
+            self._parts.end,
             self._parts.buffers.wait,
             lambda part, stage: self._programs.executor(part, {(0, self.rank): stage}),
         )

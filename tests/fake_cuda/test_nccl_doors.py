@@ -76,6 +76,6 @@ def ask(rank: int, devices: tuple[int | None, ...], sabotage: str) -> list[str]:
     ids=["a model on the CPU", "two ranks on one device", "a torch without NCCL", "NCCL itself refuses"],
 )
 def test_it_is_refused_in_words(devices: tuple[int | None, ...], sabotage: str, part: str, pattern: str) -> None:
-    for kind, text in run_processes(ask, 2, devices, sabotage, is_fresh=True):
+    for kind, text in run_processes(ask, 2, devices, sabotage):
         assert part in text
         check_documented(kind, text, pattern)

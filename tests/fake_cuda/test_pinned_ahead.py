@@ -92,7 +92,7 @@ def train_over(rank: int, transport: str) -> tuple[list[tuple[int, str, str]], b
 @pytest.mark.timed
 @pytest.mark.parametrize("transport", ["delegate", "c10d"])
 def test_memory_is_pinned_and_the_kernel_compiled_before_the_step_that_needs_them(transport: str) -> None:
-    for done, has_moved in run_processes(train_over, 2, transport, timeout=SOON, is_fresh=True):
+    for done, has_moved in run_processes(train_over, 2, transport, timeout=SOON):
         assert has_moved == (transport == "c10d")
         assert {what.split()[0] for *_, what in done} == {"pin", "pack"}
         late = [(step, thread, what) for step, thread, what in done if step >= 0 and not thread.startswith("adaptra-prepare")]

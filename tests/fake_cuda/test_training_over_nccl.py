@@ -10,8 +10,8 @@ from processes import run_processes
 SOON = 150.0
 
 
-@pytest.fixture
-def four_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+def take_four_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give four devices to processes that start from now on. They import torch anew, which is slow."""
     from fake_cuda.loading import DEVICES
 
     monkeypatch.setenv(DEVICES, "4")
@@ -38,13 +38,15 @@ def train_over(rank: int, backend: str, training: Any) -> Any:
     ids=["two ranks, 2.13's backend", "two ranks, 2.15's", "four ranks", "two replicas", "two stages on each rank"],
 )
 def test_ranks_train_to_the_bits_of_the_cpu(
-    ranks: int, stages: int, backend: str, placement: str, made: list[int], four_devices: None
+    ranks: int, stages: int, backend: str, placement: str, made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from cuda_training import Size, Training, train
 
     on_cpu = run_processes(train, ranks, Training(Size(), "cpu", stages, "c10d", placement), timeout=SOON)
     training = Training(Size(), "cuda", stages, "nccl", placement)
-    on_cuda = run_processes(train_over, ranks, backend, training, timeout=SOON, is_fresh=True)
+    if ranks > 2:
+        take_four_devices(monkeypatch)
+    on_cuda = run_processes(train_over, ranks, backend, training, timeout=SOON)
     for (expected,), (trained,), count in zip(on_cpu, on_cuda, made, strict=True):
         assert trained.is_bitwise(expected)
         assert not trained.reports
@@ -128,9 +130,10 @@ def train_until_an_edge_has_moved(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.alone
-def test_a_slow_edge_moves_alone_at_one_step_on_all_ranks_and_changes_no_number(four_devices: None) -> None:
+def test_a_slow_edge_moves_alone_at_one_step_on_all_ranks_and_changes_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules 1, 3 and 4: bitwise equal before, during and after; a slow edge leaves NCCL and the others stay."""
-    ranks = run_processes(train_until_an_edge_has_moved, 4, timeout=SOON, is_fresh=True)
+    take_four_devices(monkeypatch)
+    ranks = run_processes(train_until_an_edge_has_moved, 4, timeout=SOON)
     first = ranks[0]
     versions, moved = first["versions"], first["moved"]
     assert moved[-1], f"no edge has moved in {len(versions)} steps"
@@ -149,6 +152,6 @@ def test_a_killed_neighbour_is_named_and_nothing_waits_for_it() -> None:
     from cuda_training import Training, lose_rank_1
 
     training = Training(transport="nccl")
-    (rank, text, seconds), _ = run_processes(lose_rank_1, 2, training, timeout=SOON, may_die=(1,), is_fresh=True)
+    (rank, text, seconds), _ = run_processes(lose_rank_1, 2, training, timeout=SOON, may_die=(1,))
     assert rank == 1 and "rank 1" in text
     assert seconds < 60, "it waited for the message's own limit"

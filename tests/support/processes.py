@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import random
+import signal
 import socket
 import sys
 import time
@@ -112,12 +113,15 @@ def run_processes(
         processes.append(process)
         ends.append(ours)
     try:
-        return _collect(ends, processes, may_die, time.monotonic() + timeout, timeout)
+        values = _collect(ends, processes, may_die, time.monotonic() + timeout, timeout)
     finally:
         for process, end in zip(processes, ends, strict=True):
             process.kill()
             process.join()
             end.close()
+    aborted = [rank for rank, process in enumerate(processes) if process.exitcode in (-signal.SIGABRT, -signal.SIGSEGV)]
+    assert not aborted, f"ranks {aborted} returned a value and aborted at their end"
+    return values
 
 
 def _collect(

@@ -21,16 +21,17 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Shape and dtype of one tensor, whether it has a gradient, and whether it is rounded when sent.
+    """Shape and dtype of one tensor, whether it has a gradient, and how it is sent.
 
     With ``lossy_bf16`` a float32 tensor is sent as bfloat16, and the receiver widens it again. That halves the bytes but rounds
-    the numbers.
+    the numbers. With ``stays_on_host`` the receiver's host reads it: it arrives in host memory on every transport.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
     lossy_bf16: bool = False
+    stays_on_host: bool = False
 
     @property
     def elements(self) -> int:

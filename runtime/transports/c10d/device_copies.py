@@ -76,7 +76,7 @@ class DeviceCopies:
         copied = self._staging.to_device(buffer, room)
         copied.synchronize()  # another message may use the buffer as soon as this one is released
         pending.use = partial(self._staging.hand_over, room, copied)
-        return tuple(tensor.detach() for tensor in room.tensors)
+        return self._staging.tensors_of(buffer, room, pending.identity.specs)
 
     def leave(self, buffer: MessageBuffer) -> None:
         """Let the memory of a received message be filled again, once the device has done what was queued for it."""

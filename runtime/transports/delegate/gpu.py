@@ -130,7 +130,7 @@ class GpuDelegateTransport(DelegateTransport):
                 return ()  # a later attempt may give the room to another message
             pending.copied = self._staging.to_device(message, pending.room)
         pending.use = partial(self._staging.hand_over, pending.room, pending.copied)
-        return tuple(tensor.detach() for tensor in pending.room.tensors)
+        return self._staging.tensors_of(message, pending.room, pending.identity.specs)
 
     def _give_back(self, pending: EnginePending) -> None:
         if pending.room is not None:

@@ -133,6 +133,11 @@ class Staging:
                 wide.copy_(narrow)
         return recorded(self._arrivals.stream)
 
+    def tensors_of(self, message: HostMessage, room: Room, specs: MessageSpec) -> tuple[Tensor, ...]:
+        """Return the tensors of a message that goes to a room; those that stay on the host are views of the message."""
+        places = zip(specs, message.views, room.tensors, strict=True)
+        return tuple((view if spec.stays_on_host else tensor).detach() for spec, view, tensor in places)
+
     def hand_over(self, room: Room, copied: torch.cuda.Event) -> None:
         """Let the present stream use a room's tensors as soon as their copy has ended, without blocking the host."""
         room.stream = torch.cuda.current_stream(self._device)

@@ -23,7 +23,7 @@ from adaptra.runtime.devices.device_clock import Mark
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.transports.base import PURPOSE_OF, Identity, LaneTraffic, MessageLayout, Pending, Transport, layout_of
 
-_ASKED: Final = TensorSpec((1,), torch.uint8)
+_ASKED: Final = TensorSpec((1,), torch.uint8, stays_on_host=True)
 """Says beside the targets whether a replica asks for outputs."""
 
 

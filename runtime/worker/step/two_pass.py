@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Kind, Program
-from adaptra.runtime.data_parallel.accumulators import Accumulators
 from adaptra.runtime.step_messages.broadcast import Broadcast
 from adaptra.runtime.step_messages.shared_gradients import Gradients
 from adaptra.runtime.transports.base import Purpose
@@ -27,6 +27,7 @@ from adaptra.runtime.worker.stages.loss_reduction import Reduction, RootGradient
 from adaptra.runtime.worker.stages.stage import Stage, TwoPassStage
 from adaptra.runtime.worker.step.executor import Executor
 from adaptra.runtime.worker.step.rank_context import RankContext
+from adaptra.runtime.worker.step.step_end import Certificate, StepEnd
 
 _FORWARD: Final = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
 _BACKWARD: Final = frozenset(Kind) - _FORWARD
@@ -54,7 +55,7 @@ class TwoPassStep:
         state: The parameters and buffers of this rank's stage by name.
         context: This rank.
         gradients: Takes each parameter's gradient of each microbatch.
-        sums: Has their sums.
+        end: The end of each backward pass: the sum over replicas, and ``grad``.
         await_buffers: As of :class:`adaptra.runtime.worker.stages.stage.TrainingStage`.
         executor: Makes the executor of a program that runs this stage.
 
@@ -69,16 +70,15 @@ class TwoPassStep:
         state: Mapping[str, Tensor],
         context: RankContext,
         gradients: Gradients,
-        sums: Accumulators,
+        end: StepEnd,
         await_buffers: Callable[[], None],
         executor: Callable[[Program, Stage], Executor],
     ) -> None:
         first, last, microbatches = compiled.train[0], compiled.train[-1], program.microbatches
         transport = context.transport
         self._timeout = context.options.timeout
-        self._replicas = context.replicas
         self._gradients = gradients
-        self._sums = sums
+        self._end = end
         self._outputs = Broadcast(last.index, Purpose.OUTPUT, microbatches, last.outputs, transport)
         self._input_gradients = Broadcast(0, Purpose.INPUT_GRADIENT, microbatches, first.grad_inputs, transport)
         self._stage = TwoPassStage(
@@ -125,15 +125,15 @@ class TwoPassStep:
             The gradients of the inputs that have one, for the whole batch, on every rank.
         """
         self._input_gradients.begin_step(kept.step)
-        self._sums.begin_step()
+        self._end.begin()
         self._gradients.begin_step(kept.step)
         self._stage.begin_backward(kept.saved, tangents)
-        self._backward.run(kept.step, (), ())
-        input_gradients = self._input_gradients.end_step(self._timeout)
-        self._gradients.end_step()  # afterwards, as sums of shared parameters follow on the same channels
-        names, parameters = [*self._sums.parameters], [*self._sums.parameters.values()]
-        self._replicas.combine_gradients(parameters, lambda number: self._sums.total(names[number]))
-        self._sums.fill()
+        with self._end.adding():
+            self._backward.run(kept.step, (), ())
+            input_gradients = self._input_gradients.end_step(self._timeout)
+            self._gradients.end_step()  # afterwards, as sums of shared parameters follow on the same channels
+        self._end.reduce()
+        self._end.commit(Certificate(torch.empty(0), None))
         return input_gradients
 
 
