@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from adaptra.errors import AdaptraError, LaunchError, PeerLostError
@@ -377,6 +378,11 @@ class Worker:
     def rank(self) -> int:
         """This rank in its pipeline."""
         return self._context.rank
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's stages."""
+        return self._context.device
 
     @property
     def monitor(self) -> Monitor:

@@ -246,7 +246,7 @@ class LocalWorkers:
 
 
 def _with_threads_of_this_one(run: Callable[[Worker], Result]) -> Callable[[Worker], Result]:
-    """Return the same function for another thread, with this thread's number of threads for kernels.
+    """Return the same function for another thread, with this thread's number of threads for kernels, and the rank's device.
 
     Libraries below torch, such as MKL, use torch's number only on threads on which it was set or read. On other threads they
     use their own number, which changes the order of sums.
@@ -256,6 +256,8 @@ def _with_threads_of_this_one(run: Callable[[Worker], Result]) -> Callable[[Work
     def run_so(worker: Worker) -> Result:
         if torch.get_num_threads() != count:
             torch.set_num_threads(count)
+        if worker.device.type == "cuda":
+            torch.cuda.set_device(worker.device)
         return run(worker)
 
     return run_so
