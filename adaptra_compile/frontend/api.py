@@ -63,7 +63,8 @@ def compile(
         model: Any module that torch.export can capture. Every rank builds the same one. The pipeline keeps only its own
             stage's parameters, so delete the model to free the others. Or a list of modules, one per stage, each called with
             the result of the one before; a tuple gives several arguments. They run unchanged, without capture. But I and W of
-            such stages are one computation, so plans have fewer ops to fill bubbles with.
+            such stages are one computation, so plans have fewer ops to fill bubbles with. In one process they may be on
+            several GPUs: each rank trains on that of its stages' parameters.
         stages: Number of pipeline stages, one on each rank unless ``placement`` says otherwise. Under torchrun the number of
             ranks must be a multiple of the ranks of one pipeline. Further multiples are data-parallel replicas.
         microbatches: The number of parts into which a batch is split along its first dimension.

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from adaptra.errors import BatchError, CaptureError, LaunchError, OptionError, StateError
 from adaptra.frontend.arguments.arguments import CompileArguments
+from adaptra.frontend.arguments.placed_parts import devices_of
 from adaptra.frontend.arguments.placing import STRAIGHT
 from adaptra.frontend.arguments.shared_memory import refuse_shared_memory
 from adaptra.frontend.arguments.shared_models import Sharing
@@ -69,13 +70,13 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
     refuse_context_parallel("adaptra.compile")
     options = request.options
     empty_on = _device_of_empty(request, (args, targets, kwargs))
-    device, (args, targets, kwargs) = _beside(request, (args, targets, kwargs), empty_on)
+    devices, (args, targets, kwargs) = _beside(request, (args, targets, kwargs), empty_on)
     launched = launch(
         request.ranks,
         request.transport,
         request.facts(),
         options.timeout,
-        device=device,
+        device=devices[0],
         placement=request.placed,
         roles=request.roles or request.replicas,
         with_delegate=options.uses_delegate,
@@ -84,16 +85,16 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
     with ExitStack() as opened:
         opened.callback(launched.give_up)
         _check_contract(request, launched)
-        spec = _spec(request, launched, is_to_come=empty_on is not None)
+        spec = _spec(request, launched, devices, is_to_come=empty_on is not None)
         try:
             if options.deterministic:
-                set_deterministic(device)
+                set_deterministic(devices[0])
             recorders = open_recorders(options, launched)
             opened.callback(close_all, recorders)
             with _progress(launched) as progress:
                 with generators_kept():
                     planned = _compile(request, spec, args, targets, kwargs, progress, empty_on)
-                    look = _check_mean(request, planned, launched, device, args, targets, kwargs)
+                    look = _check_mean(request, planned, launched, devices[-1], args, targets, kwargs)
                 _refuse_hooked_copies(request.whole_model, planned.compiled.copied(request.placed))
                 refuse_shared_memory(
                     request.whole_model, planned.compiled, request.placed, launched, is_empty=empty_on is not None
@@ -267,7 +268,7 @@ def _is_one(request: CompileArguments, launched: Launch) -> bool:
     return request.microbatches == launched.world.replicas == 1
 
 
-def _spec(request: CompileArguments, launched: Launch, *, is_to_come: bool) -> PipelineSpec:
+def _spec(request: CompileArguments, launched: Launch, devices: Sequence[torch.device], *, is_to_come: bool) -> PipelineSpec:
     """Return what all plans of the pipeline begin with. Under a launcher the ranks tell each other their free memory."""
     options = request.options
     replicas = launched.world.replicas
@@ -281,7 +282,9 @@ def _spec(request: CompileArguments, launched: Launch, *, is_to_come: bool) -> P
         request.faults,
         options,
         Reduction(request.reduction),
-        free_memory(launched, options.timeout) if request.limit is None else None,
+        free_memory(launched, dict(zip(request.placed, devices, strict=True)), options.timeout)
+        if request.limit is None
+        else None,
         replicas,
         any(transport.contract.in_order for transport in launched.transports),
         is_to_come=is_to_come,
@@ -308,14 +311,19 @@ def _device_of_empty(request: CompileArguments, example: Any) -> torch.device | 
     return None
 
 
-def _beside(request: CompileArguments, example: Any, empty_on: torch.device | None) -> tuple[torch.device, Any]:
-    """Return the device on which the model trains, and the example on it.
+def _beside(
+    request: CompileArguments, example: tuple[Any, Any, Any], empty_on: torch.device | None
+) -> tuple[tuple[torch.device, ...], tuple[Any, Any, Any]]:
+    """Return the device of each stage, and the example where it is used: arguments with the first stage, targets with the last.
 
     Raises:
-        BatchError: The example is on another device than the model, and not on the host.
+        OptionError: The model's parts lie on several devices, and can't train there.
+        BatchError: The example is on another device, and not on the host.
     """
-    device = empty_on or _device(request.whole_model)
-    return device, all_beside(example, device, "example_inputs: a tensor")
+    devices = (empty_on,) * request.stages if empty_on is not None else devices_of(request)
+    args, targets, kwargs = example
+    args, kwargs = all_beside((args, kwargs), devices[0], "example_inputs: a tensor")
+    return devices, (args, all_beside(targets, devices[-1], "example_inputs: a tensor"), kwargs)
 
 
 def _devices(example: Any) -> list[torch.device]:
@@ -326,12 +334,6 @@ def _refuse_hooked_copies(model: nn.Module, copied: frozenset[str]) -> None:
     for name, parameter in model.named_parameters():
         if name in copied and is_hooked(parameter):
             raise OptionError(copy_is_hooked(name))
-
-
-def _device(model: nn.Module) -> torch.device:
-    """Return the device of a model's first parameter; the CPU if it has none or is on the meta device."""
-    found = next((one.device for one in model.parameters()), torch.device("cpu"))
-    return torch.device("cpu") if found.type == "meta" else found
 
 
 def _check_contract(request: CompileArguments, launched: Launch) -> None:

@@ -23,6 +23,7 @@ from adaptra.graph.modes import as_for_training
 from adaptra.graph.ops.layout import Layout
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.graph.ops.work import CountWork
+from adaptra.graph.stage_devices import moved, stage_devices
 from adaptra.graph.stages.stage_graphs import NOTHING_RANDOM
 from adaptra.graph.stages.stage_modules import Boundary, Differentiable, EvalModule, ModuleCall, StageModule
 from adaptra.graph.stages.stages import Flops, Peaks
@@ -55,13 +56,15 @@ def compile_modules(
         BatchError: The example is not a call that the first module accepts.
     """
     inputs, target_format = InputFormat(modules[0], args, kwargs), TargetFormat(targets)
+    flat = tuple(inputs.flatten(args, kwargs))
     example = _Example(
         modules=modules,
         names=state_names(modules),
+        devices=stage_devices(modules, flat[0].device if flat else torch.device("cpu")),
         loss=loss,
         inputs=inputs,
         targets=target_format,
-        flat_inputs=tuple(inputs.flatten(args, kwargs)),
+        flat_inputs=flat,
         flat_targets=tuple(target_format.flatten(targets)),
     )
     holders = example.holders()
@@ -80,6 +83,7 @@ class _Example:
 
     modules: nn.ModuleList
     names: StateNames
+    devices: tuple[torch.device, ...]
     loss: LossFunction | None
     inputs: InputFormat
     targets: TargetFormat
@@ -108,6 +112,7 @@ class _Example:
         takes: InputFormat | Boundary = self.inputs
         travelling, specs = self.flat_inputs, self.inputs.specs
         for index in range(len(self.modules)):
+            travelling = moved(travelling, self.devices[index])
             with _naming(index):
                 call, targets = self._call(index, takes, training=True), self._targets_of(index)
                 stage, returns = self._stage(call, state, travelling, specs, holders)
@@ -133,7 +138,7 @@ class _Example:
         completed: list[StageModule] = []
         layouts, specs = _travelling(gradients)
         for stage, saved in reversed(list(zip(stages, left, strict=True))):
-            inputs = saved.inputs
+            inputs, gradients = saved.inputs, moved(gradients, self.devices[stage.index])
             with _naming(stage.index), CountWork() as counted:
                 arrived, of_parameters = saved.backward(gradients)
             gradients = [torch.zeros_like(one) if new is None else new for one, new in zip(inputs, arrived, strict=True)]
@@ -163,6 +168,7 @@ class _Example:
         takes: InputFormat | Boundary = self.inputs
         travelling, specs = self.flat_inputs, self.inputs.specs
         for index in range(len(self.modules)):
+            travelling = moved(travelling, self.devices[index])
             with _naming(index), torch.no_grad():
                 call = self._call(index, takes, training=False)
                 returned = call.run(state, call.unpacked(travelling), NOTHING_RANDOM)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +16,7 @@ from adaptra.runtime.world.world import Place
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
-def free_memory(launched: Launch, timeout: float) -> tuple[int, ...]:
+def free_memory(launched: Launch, devices: Mapping[int, torch.device], timeout: float) -> tuple[int, ...]:
     """Return the bytes that each rank of a pipeline may use: its device's free memory, divided by the ranks that share the
     device.
 
@@ -24,6 +25,7 @@ def free_memory(launched: Launch, timeout: float) -> tuple[int, ...]:
 
     Args:
         launched: The ranks.
+        devices: The device of each rank, where all are in this process; a process of one rank has that of its launch.
         timeout: Seconds to wait for the other ranks.
 
     Raises:
@@ -31,11 +33,14 @@ def free_memory(launched: Launch, timeout: float) -> tuple[int, ...]:
         ControlError: The store is lost.
     """
     device, world = launched.device, launched.world
+    if launched.in_threads:
+        sharing = Counter(map(_place, devices.values()))
+        return tuple(free_on(each) // sharing[_place(each)] for _, each in sorted(devices.items()))
     own = encode({"place": _place(device), "free": free_on(device)})
     told = decode_all(launched.tell("free memory", own, timeout), "free memory")
-    devices = [(one.text("place"), one.whole("free")) for one in told]
-    sharing = Counter(devices[host][0] for host in world.hosts)
-    shares = [free // sharing[place] for place, free in devices]
+    hosts = [(one.text("place"), one.whole("free")) for one in told]
+    sharing = Counter(hosts[host][0] for host in world.hosts)
+    shares = [free // sharing[place] for place, free in hosts]
     columns = [world.hosts_of(world.column(Place(place))) for place in range(world.places)]
     return tuple(min(shares[host] for host in column) for column in columns)
 

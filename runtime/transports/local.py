@@ -1,6 +1,8 @@
 """Messages between threads of one process, passed by reference.
 
 Ranks are threads. A message arrives the moment it is sent. Nothing is copied, so both sides must leave the tensors unchanged.
+A tensor on another GPU than the receiver's is copied to that one, on streams of the copies' own, for which no host waits. The
+receiver's GPU is the current device of the thread that posts the receive.
 Messages are matched by identity in any order. A :class:`LocalHub` joins the ranks and makes one transport for each.
 """
 
@@ -10,12 +12,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import torch
 from torch import Tensor, distributed
 
 from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program.transport_contract import Contract
 from adaptra.runtime.transports.base import Identity, Pending, check_tensors, describe_layout, layout_of, now
+from adaptra.runtime.transports.peer_copies import PeerCopies
 from adaptra.runtime.transports.pending import Completion, GuardedTransport, PendingOperations
 from adaptra.runtime.transports.pool import Pool
 from adaptra.runtime.world.world import Attempt
@@ -27,9 +31,9 @@ _Address = tuple[int, int, tuple[object, ...]]
 
 
 class _LocalMessage:
-    """A message under way: its tensors, and its times of posting and arrival."""
+    """A message under way: its tensors, the events after which they are there, and its times of posting and arrival."""
 
-    __slots__ = ("arrived_at", "attempt", "identity", "sent_at", "tensors")
+    __slots__ = ("arrived_at", "attempt", "identity", "ready", "sent_at", "tensors")
 
     def __init__(self, identity: Identity, attempt: Attempt, tensors: tuple[Tensor, ...], sent_at: float) -> None:
         self.identity = identity
@@ -37,6 +41,19 @@ class _LocalMessage:
         self.tensors = tensors
         self.sent_at = sent_at
         self.arrived_at = now()
+        self.ready = {
+            device: torch.cuda.current_stream(device).record_event()
+            for device in {one.device for one in tensors if one.is_cuda}
+        }
+
+
+class _LocalReceive(Completion):
+    """A receive, with the GPU that it takes tensors of GPUs to; None for those that the host reads."""
+
+    def __init__(self, identity: Identity) -> None:
+        super().__init__(identity)
+        has_gpu = torch.cuda.is_initialized() and not identity.is_for_host
+        self.device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else None
 
 
 class LocalHub:
@@ -58,7 +75,7 @@ class LocalHub:
         self.store = distributed.HashStore()
         self._lock = threading.Lock()
         self._arrived: dict[_Address, _LocalMessage] = {}
-        self._posted: dict[_Address, tuple[LocalTransport, Completion]] = {}
+        self._posted: dict[_Address, tuple[LocalTransport, _LocalReceive]] = {}
         self._attempts = [Attempt()] * world_size
         self._dropped = [0] * world_size
 
@@ -101,7 +118,7 @@ class LocalHub:
         if posted is not None:
             posted[0].arrive(posted[1], message)
 
-    def expect(self, source: int, transport: LocalTransport, pending: Completion) -> None:
+    def expect(self, source: int, transport: LocalTransport, pending: _LocalReceive) -> None:
         """Complete a receive with a message that came before it, or keep it for a later message."""
         address = (source, transport.rank, (pending.attempt, *pending.identity.key))
         with self._lock:
@@ -129,6 +146,7 @@ class LocalTransport(GuardedTransport):
         # This pool has no memory, it only counts, so that a program that exceeds its reservation fails on every transport.
         self._pool: Pool[None] = Pool(lambda _: None)
         self._held: dict[Pending, int] = {}
+        self._copies = PeerCopies()
 
     def send(
         self, destination_rank: int, identity: Identity, tensors: Sequence[Tensor], *, posted_at: float | None = None
@@ -145,7 +163,7 @@ class LocalTransport(GuardedTransport):
 
     def receive(self, source_rank: int, identity: Identity) -> Pending:
         """See :meth:`Transport.receive`."""
-        pending = self._guard.post(source_rank, identity, is_receive=True)
+        pending = self._guard.post(source_rank, identity, is_receive=True, make=_LocalReceive)
         self._pool.take(source_rank, identity)
         self._held[pending] = source_rank
         self._hub.expect(source_rank, self, pending)
@@ -163,12 +181,14 @@ class LocalTransport(GuardedTransport):
         """See :meth:`Transport.dropped`."""
         return self._hub.dropped(self.rank)
 
-    def arrive(self, pending: Completion, message: _LocalMessage) -> None:
+    def arrive(self, pending: _LocalReceive, message: _LocalMessage) -> None:
         """Complete ``pending`` with its message, which has arrived."""
         expected, sent = layout_of(pending.identity.specs), layout_of(message.identity.specs)
         if sent == expected:
             # Detached, so that one side's autograd never reaches the other's tensor.
             tensors = tuple(tensor.detach() for tensor in message.tensors)
+            if pending.device is not None and any(device != pending.device for device in message.ready):
+                tensors, pending.use = self._copies.to(pending.device, tensors, message.ready, pending.identity.channel)
             pending.complete(tensors, message.sent_at, message.arrived_at)
         else:
             pending.fail(TransportError(f"receive of {pending.identity}: got {describe_layout(sent)}"))

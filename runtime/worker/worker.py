@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from adaptra.errors import AdaptraError, LaunchError, PeerLostError
@@ -382,6 +383,11 @@ class Worker:
     def replica(self) -> int:
         """The replica whose pipeline it is in."""
         return self._context.replica
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank's stages."""
+        return self._context.device
 
     @property
     def monitor(self) -> Monitor:

@@ -160,7 +160,7 @@ class LocalWorkers:
     def _run(self, run: Callable[[Worker], Result]) -> list[Result]:
         if self._threads is None:
             return [run(self.workers[0])]
-        run_as_here = _as_on_this_thread(run, self.launched.device)
+        run_as_here = _as_on_this_thread(run)
         futures = [self._threads.submit(run_as_here, worker) for worker in self.workers]
         try:
             errors = [error for error in (future.exception() for future in futures) if error is not None]
@@ -247,8 +247,8 @@ class LocalWorkers:
             self.launched.job.close()
 
 
-def _as_on_this_thread(run: Callable[[Worker], Result], device: torch.device) -> Callable[[Worker], Result]:
-    """Return the same function for another thread, with this thread's number of threads for kernels, and its device.
+def _as_on_this_thread(run: Callable[[Worker], Result]) -> Callable[[Worker], Result]:
+    """Return the same function for another thread, with this thread's number of threads for kernels, and the rank's device.
 
     Libraries below torch, such as MKL, use torch's number only on threads on which it was set or read. On other threads they
     use their own number, which changes the order of sums.
@@ -258,8 +258,8 @@ def _as_on_this_thread(run: Callable[[Worker], Result], device: torch.device) ->
     def run_so(worker: Worker) -> Result:
         if torch.get_num_threads() != count:
             torch.set_num_threads(count)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
+        if worker.device.type == "cuda":
+            torch.cuda.set_device(worker.device)
         return run(worker)
 
     return run_so
