@@ -163,8 +163,7 @@ def _are_gpus() -> bool:
     return not is_enabled()
 
 
-def on_device(rank: int, is_on_cuda: bool) -> contextlib.AbstractContextManager[None]:
-    """Have what the calling thread's tests make on a rank's device, or leave it on the host."""
+def _on_device(rank: int, is_on_cuda: bool) -> contextlib.AbstractContextManager[None]:
     if not is_on_cuda:
         return contextlib.nullcontext()
     from fake_cuda.made_by_tests import on_cuda
@@ -187,7 +186,7 @@ def _run(
         import torch
 
         torch.set_num_threads(1)
-        with on_device(rank, is_on_cuda):
+        with _on_device(rank, is_on_cuda):
             outcome = Outcome(value=function(rank, *args))
     except BaseException:
         outcome = Outcome(error=traceback.format_exc())

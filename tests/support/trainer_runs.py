@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from processes import are_on_cuda, on_device
+from processes import are_on_cuda
 
 MEASURED = ("runtime", "per_second", "preparation_time")
 
@@ -110,5 +109,4 @@ def replicas(folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    with on_device(int(os.environ["RANK"]), sys.argv[2] == "cuda"):
-        replicas(Path(sys.argv[1]))
+    replicas(Path(sys.argv[1]))
