@@ -38,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: on a GPU, or on the stand-in of tests/fake_cuda"
     )
+    parser.addoption("--transport", help="c10d, delegate or nccl: train every architecture over it, on two and on four ranks")
     parser.addoption("--begin-before", type=float, help="skip the tests that would begin later than this time, as time.time()")
 
 
@@ -46,7 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") == "cuda" and not has_gpu():
         if (reason := fake_cuda_missing()) is not None:
             pytest.exit(f"--device=cuda: {reason}", returncode=0)
-        enable_fake_cuda()
+        # Over NCCL each rank has a device of its own.
+        enable_fake_cuda(4 if config.getoption("--transport") == "nccl" else 2)
 
 
 def has_gpu() -> bool:

@@ -263,8 +263,8 @@ def train_replicas(rank: int, delay: float, dimensions: Sequence[str] | None = N
             optimizer.zero_grad()
         dist.barrier()
         # Arrays, since a tensor's memory would end with its process.
-        weights = {name: value.numpy() for name, value in pipe.state_dict().items()}
-        return losses, {name: value.numpy() for name, value in gradients.items()}, weights, pipe.plan.version
+        weights = {name: value.cpu().numpy() for name, value in pipe.state_dict().items()}
+        return losses, {name: value.cpu().numpy() for name, value in gradients.items()}, weights, pipe.plan.version
 
 
 def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ STEPS, ROWS, MICROBATCHES = 20, 6, 3
 ROUNDED_OTHERWISE = {"LSTM": "oneDNN's kernel of a whole layer can't be differentiated op by op, so torch's own ops run"}
 """Why a model is not bitwise as eager torch runs it by default; with oneDNN off it is. Only its stages run other ops."""
 
+WAYS = [("T5", "c10d", 4), ("U-Net", "c10d", 4)]
+"""Architectures, transports and numbers of ranks that are tried without being asked for."""
 
 # Compiling one takes some ten seconds of a processor, and CI has two for all.
 pytestmark = [pytest.mark.usefixtures("one_thread")]
@@ -31,18 +34,23 @@ def batches(name: str) -> list[Batch]:
     return [ARCHITECTURES[name].rows(ROWS, seed) for seed in range(STEPS)]
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """The one to train in: torch's fake tensors of cuda take a grouped product of matrices in bfloat16 only."""
+    return torch.bfloat16 if name == "Mixtral" and are_on_cuda() else torch.float32
+
+
 @cache
-def alone(name: str) -> list[Step]:
+def alone(name: str, steps: int = STEPS) -> list[Step]:
     with without_onednn() if name in ROUNDED_OTHERWISE else nullcontext():
-        return train_alone(ARCHITECTURES[name], batches(name), MICROBATCHES)
+        return train_alone(ARCHITECTURES[name], batches(name)[:steps], MICROBATCHES, dtype=dtype_of(name))
 
 
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_it_trains_bitwise_as_in_one_process(name: str, stages: int) -> None:
     """Its stages run eager torch's ops; losses, gradients, parameters and buffers of every step; its row of the table."""
-    example, expected = ARCHITECTURES[name], alone(name)
-    with compiled(example, batches(name)[0], stages=stages, microbatches=MICROBATCHES) as pipe:
+    example, expected, dtype = ARCHITECTURES[name], alone(name), dtype_of(name)
+    with compiled(example, batches(name)[0], stages=stages, microbatches=MICROBATCHES, dtype=dtype) as pipe:
         built = pipe._session
         assert built is not None
         other = str(built.compiled.difference)
@@ -60,20 +68,26 @@ def test_what_rounds_otherwise_than_eager_torch_stays_close(name: str) -> None:
         torch.testing.assert_close(step.losses, other.losses, rtol=1e-5, atol=1e-5)
 
 
-def train_over_processes(rank: int, names: list[str]) -> list[list[str]]:
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Give the ways over processes: some, or with ``--transport`` each architecture over two and over four ranks."""
+    if "transport" in metafunc.fixturenames:
+        chosen = metafunc.config.getoption("--transport")
+        ways = [(name, chosen, ranks) for ranks in (2, 4) for name in ARCHITECTURES] if chosen else WAYS
+        metafunc.parametrize(("name", "transport", "ranks"), ways)
+
+
+def train_over_processes(rank: int, ranks: int, name: str, transport: str) -> list[str]:
     torch.distributed.init_process_group("gloo")
-    found: list[list[str]] = []
-    for name in names:
-        steps = batches(name)[:5]
-        with compiled(ARCHITECTURES[name], steps[0], stages=4, microbatches=MICROBATCHES) as pipe:
-            found.append(differences(train(pipe, steps), train_alone(ARCHITECTURES[name], steps, MICROBATCHES), whole=False))
-    return found
+    steps = batches(name)[:3]
+    how: Any = {"microbatches": MICROBATCHES, "transport": transport, "dtype": dtype_of(name)}
+    with compiled(ARCHITECTURES[name], steps[0], stages=ranks, **how) as pipe:
+        return differences(train(pipe, steps), alone(name, len(steps)), whole=False)
 
 
 @pytest.mark.processes
-def test_skips_and_cross_attention_cross_processes() -> None:
-    """What an early stage makes for a late one travels through all stages between, over gloo."""
-    assert run_processes(train_over_processes, 4, ["T5", "U-Net"], timeout=220) == [[[], []]] * 4
+def test_it_trains_bitwise_over_processes(name: str, transport: str, ranks: int) -> None:
+    """What an early stage makes for a late one, as of T5 and U-Net, travels through all stages between."""
+    assert run_processes(train_over_processes, ranks, ranks, name, transport, timeout=220) == [[]] * ranks
 
 
 # Activation checkpointing: nothing is captured of it but ops, so it is done anew.

@@ -95,7 +95,7 @@ class Training:
         import torch
 
         state = {
-            name: hashlib.sha256(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+            name: hashlib.sha256(value.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
             for name, value in self._pipe.state_dict().items()
         }
         return Trained(self._pipe.replica, self.losses, state, self.routed)

@@ -95,7 +95,7 @@ def train(job: Shared, faults: Sequence[str]) -> Trained:
             if step % 8 == 7:
                 losses.append(pipe.eval_step(*args, **kwargs).item())
         state = {
-            name: hashlib.sha256(value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()
+            name: hashlib.sha256(value.contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()).hexdigest()
             for name, value in pipe.state_dict().items()
         }
     routed = [event for event in told if event.kind in (EventKind.SHARED, EventKind.DETOURED)]

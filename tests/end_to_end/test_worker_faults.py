@@ -65,7 +65,7 @@ def train(rank: int, faults: Sequence[str], change: int | None = None) -> Traine
             flights = [one.arrived_at - one.sent_at for one in records.messages]
             steps.append(Step(records.end - records.start, min(ops), max(ops), min(flights)))
         dist.barrier()
-        state = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in pipe.state_dict().items()}
+        state = {name: hashlib.sha256(value.cpu().numpy().tobytes()).hexdigest() for name, value in pipe.state_dict().items()}
         assert pipe.roles is not None
         return Trained(losses, state, pipe.roles.of(rank), steps)
 

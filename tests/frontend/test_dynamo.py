@@ -22,7 +22,15 @@ from adaptra.frontend.dynamo import BackendOptions
 from adaptra.graph.ops.random_state import RandomKey, reference_randomness
 
 LAYERS = EXAMPLES["skip_mlp"]
-(X,), _, Y = LAYERS.rows(ROWS, 0)
+
+
+def rows() -> tuple[Tensor, Tensor]:
+    """Inputs and targets; processes ask for them where their test runs, which tells their device."""
+    (inputs,), _, targets = LAYERS.rows(ROWS, 0)
+    return inputs, targets
+
+
+X, Y = rows()
 
 
 @pytest.fixture(autouse=True)
@@ -96,12 +104,12 @@ class HalfPrecision(nn.Module):
     def __init__(self, inside: bool) -> None:
         super().__init__()
         self.inside = inside
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh()) for _ in range(4)))
+        self.layers = nn.Sequential(*(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(4)))
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.inside:
             return self.layers(x)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(x.device.type, dtype=torch.bfloat16):
             return self.layers(x)
 
 
@@ -115,7 +123,7 @@ def test_autocast_in_the_model_and_around_the_call_are_cut_and_stay_bitwise(insi
     run = compiled(model)
 
     def call(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
+        with torch.autocast(x.device.type, dtype=torch.bfloat16, enabled=not inside):
             return run(x, y)
 
     losses, state = loop(model, call, batches)
@@ -125,7 +133,7 @@ def test_autocast_in_the_model_and_around_the_call_are_cut_and_stay_bitwise(insi
 
 
 def loss_under_autocast(outputs: Tensor, targets: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(outputs.device.type, dtype=torch.bfloat16):
         return square_loss(outputs, targets)
 
 
@@ -326,9 +334,9 @@ def train_over_processes(rank: int) -> tuple[list[int], list[tuple[int, int]], l
 def outputs_over_processes() -> list[str]:
     """The parameters without the right gradient on this rank, of a function that returns no loss."""
     model, plain = LAYERS.make(), LAYERS.make()
-    run = compiled(model)
-    square_loss(run(X), Y).backward()
-    square_loss(plain(X), Y).backward()
+    run, (inputs, targets) = compiled(model), rows()
+    square_loss(run(inputs), targets).backward()
+    square_loss(plain(inputs), targets).backward()
     MADE.pop().close()
     expected = {name: one.grad for name, one in plain.named_parameters() if one.grad is not None}
     found = {name: one.grad for name, one in model.named_parameters()}
@@ -342,11 +350,11 @@ Lean = tuple[int, int, str, str]
 def lean_over_processes() -> Lean:
     """How many parameters have gradients and how many there are, and the error of a call without gradients."""
     model = WithLoss(LAYERS)
-    run = compiled(model, gradients="stage")
-    run(X, Y).backward()
+    run, batch = compiled(model, gradients="stage"), rows()
+    run(*batch).backward()
     parameters = list(model.parameters())
     with torch.no_grad():
-        error = caught(lambda: run(X, Y))
+        error = caught(lambda: run(*batch))
     MADE.pop().close()
     return sum(one.grad is not None for one in parameters), len(parameters), type(error).__name__, str(error)
 
@@ -365,7 +373,8 @@ def train_over_replicas(rank: int) -> list[tuple[list[Any], bool]]:
     """Of a function that returns its loss and of one that returns outputs: gradients, and if they are the mean of replicas."""
     torch.distributed.init_process_group("gloo")
     found: list[tuple[list[Any], bool]] = []
-    batches = [(X + replica, Y) for replica in range(2)]
+    drawn, wanted = rows()
+    batches = [(drawn + replica, wanted) for replica in range(2)]
     for has_loss in (True, False):
         model, plain = LAYERS.make(), LAYERS.make()
         run = compiled(WithLoss(LAYERS, model)) if has_loss else compiled(model)

@@ -230,13 +230,13 @@ def test_rounded_messages_leave_outputs_and_gradients_of_inputs_exact() -> None:
 
 def test_autocast_around_the_call_and_its_backward_stays_bitwise() -> None:
     def under_autocast(model: nn.Module, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(X.device.type, dtype=torch.bfloat16):
             return model(x)
 
     example = branches(OUTPUTS["tuple"])
     model, plain = example.make(), example.make()
     run = compiled(model)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(X.device.type, dtype=torch.bfloat16):
         found = run(X)
         sum((one.float().square().mean() for one in found), torch.zeros(())).backward()
     expected = MicrobatchesAlone(partial(under_autocast, plain))(X)

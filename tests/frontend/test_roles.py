@@ -116,7 +116,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-        state = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in pipe.state_dict().items()}
+        state = {name: hashlib.sha256(value.cpu().numpy().tobytes()).hexdigest() for name, value in pipe.state_dict().items()}
         dist.barrier()
         assert pipe.roles is not None
         return losses, pipe.roles.of(rank), state, told

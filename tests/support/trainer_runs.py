@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from processes import are_on_cuda
 
 MEASURED = ("runtime", "per_second", "preparation_time")
 
@@ -32,8 +33,8 @@ def gpt2() -> Any:
 
 
 def rows(count: int, shorter: int = 0) -> list[dict[str, torch.Tensor]]:
-    """Rows of 8 tokens, some with labels that don't count. The first ones may be shorter."""
-    drawn = torch.randint(64, (count, 8), generator=torch.Generator().manual_seed(count))
+    """Rows of 8 tokens on the host, some with labels that don't count. The first ones may be shorter."""
+    drawn = torch.randint(64, (count, 8), generator=torch.Generator().manual_seed(count), device="cpu")
     labels = drawn.clone()
     labels[::3, 5:] = -100
     lengths = [6 if index < shorter else 8 for index in range(count)]
@@ -64,15 +65,23 @@ def scores(found: Any) -> dict[str, float]:
 
 
 def trainer(kind: Any, folder: Path, named: dict[str, Any] | None = None, **given: Any) -> Any:
-    """Make a Trainer of the kind."""
+    """Make a Trainer of the kind, on one GPU if the calling test is on cuda."""
     from transformers import TrainingArguments, set_seed
 
-    common: Any = {"output_dir": str(folder), "use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1}
+    common: Any = {
+        "output_dir": str(folder),
+        "use_cpu": not are_on_cuda(),
+        "report_to": [],
+        "disable_tqdm": True,
+        "logging_steps": 1,
+    }
     common |= {"save_strategy": "no", "learning_rate": 1e-2, "num_train_epochs": 1} | given
     sets: Any = {"model": llama(), "train_dataset": rows(14), "eval_dataset": rows(13, shorter=4), "data_collator": padded}
     functions: Any = {"compute_metrics": scores, "preprocess_logits_for_metrics": most_likely}
     set_seed(0)
-    return kind(args=TrainingArguments(**common), **sets | functions | (named or {}))
+    args = TrainingArguments(**common)
+    args._n_gpu = min(args.n_gpu, 1)  # the plain Trainer takes all GPUs, each with rows of its own
+    return kind(args=args, **sets | functions | (named or {}))
 
 
 def history(made: Any) -> list[dict[str, Any]]:

@@ -36,6 +36,8 @@ class MadeByTests(TorchFunctionMode):
     ) -> Any:
         """Call the function, on the device if a test makes a tensor by it."""
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():  # which traces this function too, and can't look at its callers
+            return func(*args, **kwargs)
         if func in _device_constructors() and kwargs.get("device") is None and _is_called_by_a_test():
             device = torch.device("cuda", torch.cuda.current_device())
             generator: torch.Generator | None = kwargs.get("generator")

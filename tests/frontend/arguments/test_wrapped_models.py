@@ -78,8 +78,9 @@ def by_compile(model: nn.Module) -> object:
 
 
 def by_backend(model: nn.Module) -> object:
+    device = next(model.parameters()).device
     with fresh_compiler():
-        return compiled(model, transport="local")(X, Y).backward()
+        return compiled(model, transport="local")(X.to(device), Y.to(device)).backward()
 
 
 LOCAL: dict[str, Callable[[Any], Any]] = {

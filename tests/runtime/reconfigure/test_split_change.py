@@ -303,14 +303,14 @@ def settled(rank: int | None = None) -> tuple[list[float], tuple[str | None, ...
             if step == WAIST_STEPS - 4:
                 told.append(str(pipe.settle_split(optimizer, horizon=10**5)))
                 told += [event.text for event in pipe.events if event.kind is EventKind.SPLIT]
-        state = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in pipe.state_dict().items()}
+        state = {name: hashlib.sha256(value.cpu().numpy().tobytes()).hexdigest() for name, value in pipe.state_dict().items()}
         return found, pipe.split, told, state
 
 
 def plain() -> tuple[list[float], dict[str, str]]:
     """The losses and the state of the plain model in the same steps."""
     steps = train_alone(WAIST, [WAIST.rows(4 * 8, seed=step) for step in range(WAIST_STEPS)], 4)
-    state = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in steps[-1].state.items()}
+    state = {name: hashlib.sha256(value.cpu().numpy().tobytes()).hexdigest() for name, value in steps[-1].state.items()}
     return [one.losses.mean().item() for one in steps], state
 
 
@@ -355,7 +355,7 @@ def changing(
             if step:
                 optimizer.step()
                 optimizer.zero_grad()
-        state = {name: hashlib.sha256(value.numpy().tobytes()).hexdigest() for name, value in pipe.state_dict().items()}
+        state = {name: hashlib.sha256(value.cpu().numpy().tobytes()).hexdigest() for name, value in pipe.state_dict().items()}
         return found, state, pipe.split
 
 
