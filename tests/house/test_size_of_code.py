@@ -22,7 +22,7 @@ CLASSES = {
     "adaptra.runtime.control.deciding.policy.Policy": 17,
     "adaptra.runtime.step_messages.shared_gradients.Gradients": 18,
     "adaptra.runtime.worker.stages.stage.TrainingStage": 16,
-    "adaptra.simulation.case.Case": 17,
+    "adaptra.simulation.case.Case": 18,
 }
 """Fields of a dataclass, or what the methods of another class assign to ``self``; inherited ones are the base class's."""
 
