@@ -289,6 +289,7 @@ def _spec(request: CompileArguments, launched: Launch, devices: Sequence[torch.d
         any(transport.contract.in_order for transport in launched.transports),
         is_to_come=is_to_come,
         guests=launched.world.guests,
+        crowd=launched.world.crowd,
     )
 
 

@@ -10,6 +10,7 @@ replicas too. All workers of a process are at one place, so they have one copy o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, NewType
@@ -154,6 +155,11 @@ class World:
     def guests(self) -> frozenset[WorkerId]:
         """The workers that are guests."""
         return frozenset(filter(self.is_guest, map(WorkerId, range(len(self.hosts)))))
+
+    @property
+    def crowd(self) -> tuple[int, ...]:
+        """The most workers that a process hosts, by place."""
+        return tuple(max(Counter(self.hosts_of(self.column(Place(place)))).values()) for place in range(self.places))
 
     @property
     def has_guests(self) -> bool:

@@ -85,6 +85,7 @@ class PipelineSpec:
         in_order: Whether a transport has one queue for all messages between two ranks, as NCCL has.
         is_to_come: Whether the stages' parameters had no memory yet when the free bytes were counted.
         guests: The workers whose processes are at home in other replicas.
+        crowd: Per rank of a pipeline, the most workers that a process hosts there.
     """
 
     placement: tuple[int, ...]
@@ -99,6 +100,7 @@ class PipelineSpec:
     in_order: bool = False
     is_to_come: bool = False
     guests: frozenset[int] = frozenset()
+    crowd: tuple[int, ...] = ()
 
     def prepare(self, compiled: CompiledStages) -> PlannedPipeline:
         """Plan for these stages.
@@ -109,14 +111,14 @@ class PipelineSpec:
         """
         options = self.options
         compiled = self.lowered(compiled)
-        cost, room = self._cost(compiled)
-        case = Case(cost, self.microbatches, self.placement, name="compiled")
+        initial, room = self._first_plan(compiled, self.memory)
+        if initial.program.is_one_pipeline and self._shared_memory != self.memory:  # guests compute beside their hosts
+            initial, room = self._first_plan(compiled, self._shared_memory)
         bandwidth = BandwidthOptions(options.uses_delegate, options.lossy_bf16 == "slow", compiled.cut_points)
         planner, draft = (partial(_better_plan, options.planning_seconds, share) for share in (PLANNER_SHARE, DRAFT_SHARE))
         remedies = partial(_remedies, bandwidth)
         peaks = partial(predicted_peaks, stages=compiled.train)
         is_alone = self.replicas == 1 or self._why_alone() is not None
-        initial = self._first_plan(compiled, case, room)
         planning = Planning(
             planner,
             remedies,
@@ -144,16 +146,23 @@ class PipelineSpec:
         rounded = round_messages(compiled)  # also for "slow", to refuse early what can't be rounded
         return rounded if self.options.lossy_bf16 is True else compiled
 
-    def _cost(self, compiled: CompiledStages) -> tuple[CostModel, MemoryLimit | None]:
-        """Return the estimated costs with the user's memory limits, or the free memory of each rank if there are none."""
+    @property
+    def _shared_memory(self) -> MemoryLimit | None:
+        """The user's limit, shared by the workers of a process; None without one."""
+        if self.memory is None or not self.guests:
+            return self.memory
+        return self.memory.of(limit / workers for limit, workers in zip(self.memory, self.crowd, strict=True))
+
+    def _cost(self, compiled: CompiledStages, memory: MemoryLimit | None) -> tuple[CostModel, MemoryLimit | None]:
+        """Return the estimated costs with these limits of memory, or the free memory of each rank if there are none."""
         cost = estimated_cost(compiled, self.placement)
         if self.options.emulate is not None:
             cost = self.options.emulate.apply(cost)
-        if self.memory is not None and self.memory.unit is MemoryUnit.MICROBATCHES:
-            return replace(cost, memory_limit=self.memory), None
+        if memory is not None and memory.unit is MemoryUnit.MICROBATCHES:
+            return replace(cost, memory_limit=memory), None
         cost = in_bytes(cost, compiled.train)
-        if self.memory is not None:
-            return replace(cost, memory_limit=limits_within(self.memory, compiled.train, self.placement)), None
+        if memory is not None:
+            return replace(cost, memory_limit=limits_within(memory, compiled.train, self.placement)), None
         if self.free is None:
             return cost, None
         return cost, limits_free(self.free, compiled.train, self.placement, self.is_to_come)
@@ -169,21 +178,23 @@ class PipelineSpec:
         Raises:
             PlanError: One microbatch does not fit the memory.
         """
-        cost, room = self._cost(compiled)
+        cost, room = self._cost(compiled, self._shared_memory)
         limited = cost if room is None else replace(cost, memory_limit=room)
-        return ShapePrograms(self._cost(first)[0], limited, microbatches, is_given=self.memory is not None)
+        return ShapePrograms(self._cost(first, self._shared_memory)[0], limited, microbatches, is_given=self.memory is not None)
 
-    def _first_plan(self, compiled: CompiledStages, case: Case, room: MemoryLimit | None) -> Plan:
-        options = self.options
+    def _first_plan(self, compiled: CompiledStages, memory: MemoryLimit | None) -> tuple[Plan, MemoryLimit | None]:
+        """Return the first plan within these limits of memory, and the free memory of each rank if there are none."""
+        options, (cost, room) = self.options, self._cost(compiled, memory)
+        case = Case(cost, self.microbatches, self.placement, name="compiled")
         if not self.with_loss:
-            return two_phase_plan(case, options.delegated)
+            return two_phase_plan(case, options.delegated), room
         if isinstance(options.schedule, Program) and not options.schedule.is_one_pipeline:
-            return routed_plan(options.schedule, case, self.replicas, compiled, options)
+            return routed_plan(options.schedule, case, self.replicas, compiled, options), room
         plan = first_plan(options, case, room, options.delegated)
         may_leave = replace(self, options=replace(options, adapt=True))._why_alone() is None
         if not self.guests or options.schedule is not None or not may_leave:
-            return plan
-        return around_guests(plan, self.guests, self.replicas, compiled)
+            return plan, room
+        return around_guests(plan, self.guests, self.replicas, compiled), room
 
     def _alone(self, compiled: CompiledStages) -> tuple[str, ...]:
         """Return the lines of :attr:`PlannedPipeline.alone`."""
