@@ -1,4 +1,4 @@
-"""The command ``adaptra``: plan, simulate, resilience, explain, trace, schedule, opt, doctor; see ``docs/command-line.md``.
+"""The command ``adaptra``: see ``docs/command-line.md``.
 
 The start loads neither torch nor sympy nor matplotlib. Each command loads the modules that it uses when it runs.
 """
@@ -9,7 +9,7 @@ import math
 import os
 import re
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NoReturn
 
@@ -17,7 +17,7 @@ from adaptra import __version__
 from adaptra.errors import AdaptraError
 from adaptra.sizes import UNITS
 
-_Add = Callable[[str, str], ArgumentParser]
+_Add = Callable[[str, str], "_Parser"]
 
 _CASE: Final = "cost model as JSON (docs/formats.md); all its times share one unit, its memory another"
 _PROGRAM: Final = (
@@ -45,13 +45,15 @@ class _Parser(ArgumentParser):
 
     _splits = False
     """Whether options and other arguments are being parsed apart."""
+    splits_options = True
+    """Whether options may stand anywhere. Behind a script they are the script's."""
 
     def parse_known_args(self, *arguments: Any, **named: Any) -> Any:
         """Parse a command's options first, so that they may stand between arguments of which one may be left out.
 
         In Python 3.11 argparse alone leaves such an argument out if an option follows the next one.
         """
-        if self._splits or self._subparsers is not None:
+        if self._splits or self._subparsers is not None or not self.splits_options:
             return super().parse_known_args(*arguments, **named)
         self._splits = True
         try:
@@ -69,12 +71,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 done, 1 standard output was closed early, 2 wrong input (with one line on standard error), 130
-        interrupted.
+        interrupted. That of ``run`` is of the first process that failed.
     """
     options = _parser().parse_args(arguments)
     from adaptra.cli import commands
 
     try:
+        if options.command == "run":
+            from adaptra.cli.run_job import run_job
+
+            return run_job(options)
         # By lines: in unbuffered Python, a single write to a closed pipe ends early and without an error.
         sys.stdout.writelines(commands.run(options).splitlines(keepends=True))
         sys.stdout.flush()
@@ -100,7 +106,7 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--version", action="version", version=f"adaptra {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    def add(name: str, description: str) -> ArgumentParser:
+    def add(name: str, description: str) -> _Parser:
         first, _, _ = description.partition(".\n")
         return commands.add_parser(
             name,
@@ -110,7 +116,7 @@ def _parser() -> ArgumentParser:
             allow_abbrev=False,
         )
 
-    for command in (_plan, _simulate, _resilience, _explain, _trace, _schedule, _opt, _doctor):
+    for command in (_plan, _simulate, _resilience, _explain, _trace, _schedule, _opt, _run, _doctor):
         command(add)
     return parser
 
@@ -293,6 +299,27 @@ def _opt(add: _Add) -> None:
     parser.add_argument("--case", metavar="CASE", help=f"for passes that use costs, and programs of several replicas: {_CASE}")
     parser.add_argument("--verify-only", action="store_true", help="run no pass: say whether ranks can execute the program")
     _json(parser)
+
+
+def _run(add: _Add) -> None:
+    parser = add(
+        "run",
+        "Start the processes of a job on this host, each by itself, and say how each ends.\n\n"
+        "One process that fails does not end the others: they learn of it as the job does. With --hosts run the same command\n"
+        "on each of the hosts; the first one has the store. The environment of processes is torchrun's.",
+    )
+    parser.splits_options = False
+    parser.add_argument("-n", "--processes", type=_at_least_one, metavar="N", help="processes of a job on this host alone")
+    parser.add_argument("--hosts", metavar="FILE", help="the hosts of a job: a line 'NAME COUNT' for each, the store's first")
+    parser.add_argument("--host", metavar="NAME", help="this host's name in FILE; by default its own")
+    parser.add_argument("--port", type=_at_least_one, metavar="N", help="the store's port: any free one, with --hosts 29500")
+    parser.add_argument("--logs", metavar="FOLDER", help="write what processes print into a folder for each rank there")
+    parser.add_argument(
+        "--grace", type=_seconds, metavar="TIME", help="once a process has failed, end the others after TIME (default: never)"
+    )
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as behind python -m")
+    _json(parser)
+    parser.add_argument("script", metavar="SCRIPT", nargs=REMAINDER, help="a Python script, and its arguments")
 
 
 def _doctor(add: _Add) -> None:
