@@ -33,7 +33,7 @@ class Batches:
     Args:
         spec: Plans for other shapes.
         local: The workers of this process.
-        replica: The replica whose batches these are.
+        guest: The replica whose batches these are, if it is not the home of this process.
         recompile: Compiles the model for batches of other shapes; None if it can't be.
 
     Attributes:
@@ -41,10 +41,10 @@ class Batches:
         shapes: The shapes that are compiled.
     """
 
-    def __init__(self, spec: PipelineSpec, local: LocalWorkers, replica: int, recompile: Recompile | None) -> None:
+    def __init__(self, spec: PipelineSpec, local: LocalWorkers, guest: int | None, recompile: Recompile | None) -> None:
         self._spec = spec
         self._local = local
-        self._replica = replica
+        self._guest = guest
         self.recompile = recompile
         self._new_shapes = 0
         self.begin()
@@ -108,6 +108,10 @@ class Batches:
         split = self._split_inputs(inputs), self._split_targets(targets) if with_loss else ()
         self.shapes.use_first()
         return ShapedBatch(FIRST, *split, (), self._compiled)
+
+    @property
+    def _replica(self) -> int:
+        return self._local.launched.replica if self._guest is None else self._guest
 
     @property
     def _workers(self) -> list[Worker]:

@@ -31,12 +31,14 @@ class HostedBatches:
 
     Args:
         local: The workers of this process.
-        of_replica: Splits the batches of each replica whose workers this process hosts.
+        home: Splits the batches of the replica in which this process is at home.
+        guests: Those of each other replica whose workers it hosts.
     """
 
-    def __init__(self, local: LocalWorkers, of_replica: Mapping[int, Batches]) -> None:
+    def __init__(self, local: LocalWorkers, home: Batches, guests: Mapping[int, Batches]) -> None:
         self._local = local
-        self._of_replica = of_replica
+        self._home = home
+        self._guests = guests
 
     def of(
         self, call: str, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any], *, with_loss: bool, training: bool
@@ -62,7 +64,7 @@ class HostedBatches:
             replica: self._taken(batches, arrived[replica], **how)
             if replica in arrived
             else batches.of(args, targets, kwargs, **how)
-            for replica, batches in sorted(self._of_replica.items())
+            for replica, batches in sorted({self._local.launched.replica: self._home, **self._guests}.items())
         }
 
     def _exchanged(
@@ -70,7 +72,6 @@ class HostedBatches:
     ) -> dict[int, Handover]:
         """Send this process's batch to those that need it, and return those of its guests by replica."""
         launched = self._local.launched
-        guests = [replica for replica in self._of_replica if replica != launched.replica]
         takers = launched.world.takers(launched.replica) if launched.world.giver(launched.replica) == launched.process else ()
         own = self._given(call, args, targets, kwargs, with_loss=with_loss) if takers else Handover()
         listener = Listener(lambda _: end_waits(launched.everyone))
@@ -78,7 +79,7 @@ class HostedBatches:
             launched.membership.add(listener)
             try:
                 waits = [send(own, taker, launched.everyone) for taker in takers]
-                arrived = {replica: receive(launched.world.giver(replica), launched.everyone) for replica in guests}
+                arrived = {replica: receive(launched.world.giver(replica), launched.everyone) for replica in self._guests}
                 for wait in waits:
                     wait()
             finally:

@@ -55,11 +55,13 @@ class Session:
         self.look = look
         self.reduction = spec.reduction
         self.microbatches = spec.microbatches
-        hosted = {one: Batches(spec, local, one, recompile) for one in dict.fromkeys(one.replica for one in local.workers)}
-        self.batches = hosted[local.launched.replica]
-        self.hosted_batches = HostedBatches(local, hosted)
+        guests = {
+            worker.replica: Batches(spec, local, worker.replica, recompile) for worker in local.workers[len(local.home) :]
+        }
+        self.batches = Batches(spec, local, None, recompile)
+        self.hosted_batches = HostedBatches(local, self.batches, guests)
         self.held = HeldState(local, names, spec.options.timeout)
-        self.changes = Reconfiguration(spec, local, (*hosted.values(),), self.held, following)
+        self.changes = Reconfiguration(spec, local, (self.batches, *guests.values()), self.held, following)
 
     @property
     def workers(self) -> tuple[Worker, ...]:

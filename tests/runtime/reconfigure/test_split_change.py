@@ -438,7 +438,7 @@ def lose_a_rank(rank: int, lost_in: str) -> list[tuple[str, str] | None]:
     ("lost_in", "row"),
     [
         ("cut_transfers", "…: rank … did not answer within … s"),
-        ("agree", "…: rank … did not answer within … s"),
+        ("agree_here", "…: rank … did not answer within … s"),
         ("exchange", "…: a rank is lost: …"),
     ],
 )
