@@ -111,7 +111,7 @@ def lose_over_nccl(rank: int) -> tuple[list[str], int | str | None, list[str]]:
     torch.cuda.set_device(rank)
     store = dist.distributed_c10d._get_default_store()
 
-    def new_group(members: Any) -> Any:
+    def new_group(members: Any, _backend: str | None) -> Any:
         return ProcessGroupNCCL(dist.PrefixStore(members.name, store), members.rank, members.size)
 
     gradient_averaging.new_group = new_group
