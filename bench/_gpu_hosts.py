@@ -12,7 +12,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -50,7 +50,7 @@ def make_hosts(way: str, ranks: int) -> LinkedHosts:
     return VethHosts(ranks) if way == NETEM else LinkedHosts(ranks, tcp=STEADY)
 
 
-def set_delay(ranks: tuple[int, int], seconds: float) -> None:
+def set_delay(ranks: Sequence[int], seconds: float) -> None:
     """Delay the link between two ranks, both ways. Each rank calls it; the others may not send meanwhile."""
     rank, control = int(os.environ["RANK"]), os.environ.get(CONTROL)
     if control is None:

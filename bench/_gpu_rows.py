@@ -56,8 +56,9 @@ class Ours:
     def __init__(self, row: dict[str, Any], size: dict[str, Any], model: GPT, way: str) -> None:
         ranks, steps, slow = size["ranks"], size["steps"] + 1, size["slow"]
         faults = [
-            f"delay {slow[0]}-{slow[1]} {1e3 * delay:g}ms @{index * steps}..{(index + 1) * steps}"
+            f"delay {low}-{high} {1e3 * delay:g}ms @{index * steps}..{(index + 1) * steps}"
             for index, delay in enumerate(row["delays"])
+            for low, high in slow
             if delay and way == HELD
         ]
         options = adaptra.Options(
@@ -136,7 +137,8 @@ def _train(rank: int, row: dict[str, Any], size: dict[str, Any], way: str, devic
     for delay in row["delays"]:
         if rank == 0:
             print(f"  {row['name']}: {1e3 * delay:g} ms", file=sys.stderr, flush=True)
-        set_delay(size["slow"], delay)
+        for link in size["slow"]:
+            set_delay(link, delay)
         contender.face(delay)
         torch.cuda.reset_peak_memory_stats()
         seconds = timed_in_a_row(step, size["steps"], before=0)
@@ -163,13 +165,13 @@ def _contender(row: dict[str, Any], size: dict[str, Any], model: GPT, way: str) 
 
 
 def _bound(ops: list[OpTimes], size: dict[str, Any], delay: float) -> float:
-    """Seconds that no order of a step is below if its ops take as long as these, and the slow link ``delay`` one way."""
+    """Seconds that no order of a step is below if its ops take as long as these, and each slow link ``delay`` one way."""
     cost = CostModel.uniform(size["ranks"], 0.0, 0.0, 0.0)
     for stage in range(cost.stages):
         medians = [median(end - start for _, of, kind, _, start, end in ops if (of, kind) == (stage, each)) for each in "FIW"]
         cost = cost.with_stage(stage, *medians)
-    low, high = size["slow"]
-    cost = cost.with_latency(low, high, delay).with_latency(high, low, delay)
+    for low, high in size["slow"]:
+        cost = cost.with_latency(low, high, delay).with_latency(high, low, delay)
     return PERIOD.bound(Case(cost, size["microbatches"], tuple(range(cost.stages))))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -47,18 +47,18 @@ class Watch:
 
     Args:
         device: The GPU.
-        held: Holds messages over the slow link, or None.
-        slow: The ranks on both sides of that.
+        held: Holds messages over slow links, or None.
+        slow: The ranks on both sides of each of them.
     """
 
-    def __init__(self, device: torch.device, held: HeldSends | None, slow: tuple[int, int]) -> None:
+    def __init__(self, device: torch.device, held: HeldSends | None, slow: Sequence[Sequence[int]]) -> None:
         self.is_watching = False
         self.labels: dict[int, tuple[str, int, int]] = {}
         self._clock = OpClock(device)
         self._marks: list[tuple[int, str, int, Mark, Mark]] = []
         self._arrivals: list[Arrival] = []
         self._under_way: queue.SimpleQueue[tuple[tuple[str, int, int], Any]] = queue.SimpleQueue()
-        self._held, self._slow = held, slow
+        self._held, self._slow = held, [{*link} for link in slow]
         self._device = device
         threading.Thread(target=self._poll, name="arrivals", daemon=True).start()
 
@@ -73,7 +73,7 @@ class Watch:
 
     def batch(self, p2p_ops: list[Any], *more: Any, **named: Any) -> list[Any]:
         """See torch's ``_batch_p2p``, in whose place this is."""
-        is_slow = any(op.op is dist.isend and {op.peer, dist.get_rank()} == {*self._slow} for op in p2p_ops)
+        is_slow = any(op.op is dist.isend and {op.peer, dist.get_rank()} in self._slow for op in p2p_ops)
         with self._held.holding() if self._held is not None and is_slow else nullcontext():
             works = _BATCH_P2P(p2p_ops, *more, **named)
         for index, op in enumerate(p2p_ops):
@@ -152,8 +152,8 @@ class Theirs:
     """One of torch's schedules on this rank."""
 
     def __init__(
-        self, name: str, model: GPT, loss: Callable[..., Tensor], example: Tensor, microbatches: int, slow: tuple[int, int],
-        is_held: bool,
+        self, name: str, model: GPT, loss: Callable[..., Tensor], example: Tensor, microbatches: int,
+        slow: Sequence[Sequence[int]], is_held: bool,
     ) -> None:  # fmt: skip
         rank, ranks, device = dist.get_rank(), dist.get_world_size(), next(model.parameters()).device
         group: Any = dist.new_group(backend="nccl")
@@ -183,7 +183,7 @@ class Theirs:
         self.optimizer = torch.optim.AdamW([each for stage in stages for each in stage.submod.parameters()], lr=1e-4)
 
     def face(self, delay: float) -> None:
-        """Hold messages over the slow link for some seconds from now on, where nothing else does."""
+        """Hold messages over slow links for some seconds from now on, where nothing else does."""
         if self._held is not None:
             self._held.delay = delay
 

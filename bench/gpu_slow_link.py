@@ -306,6 +306,7 @@ def read_arguments() -> Namespace:
     arguments.add_argument("--minutes", type=float, default=10, help="rows that have not begun by then are left out")
     arguments.add_argument("--gpus", type=int, help="use the first so many only")
     arguments.add_argument("--ranks", type=int, help="as many as GPUs, at most four; on one GPU four share it")
+    arguments.add_argument("--links", type=int, default=1, help="so many links turn slow at once, those in the middle first")
     arguments.add_argument("--only", nargs="+", help="these rows, by their names in the table")
     arguments.add_argument("--memory", type=int, help="most microbatches in flight of adaptra's plans; else what is free")
     arguments.add_argument("--held", action="store_true", help="hold messages as without root")
@@ -343,7 +344,10 @@ def main() -> int:
     ranks = arguments.ranks or (SHARING if gpus == 1 else gpus)
     usual = SMALL if arguments.stand_in else FULL
     size: dict[str, Any] = {name: getattr(arguments, name) or value for name, value in usual.items()}
-    slow = ((ranks - 1) // 2, (ranks - 1) // 2 + 1)
+    if not 1 <= arguments.links < ranks:
+        raise SystemExit(f"gpu_slow_link: --links {arguments.links}: expected 1 to {ranks - 1}, as {ranks} ranks have")
+    middle = (ranks - 1) // 2
+    slow = [(rank, rank + 1) for rank in sorted(range(ranks - 1), key=lambda rank: abs(rank - middle))[: arguments.links]]
     size |= {"gpus": gpus, "ranks": ranks, "slow": slow, "steps": arguments.steps, "memory": arguments.memory}
     delays = (0.0, *sorted(delay / 1e3 for delay in arguments.delays if delay > 0))
     jobs = jobs_of(delays, ranks > gpus)
@@ -354,7 +358,8 @@ def main() -> int:
     way = HELD if arguments.held else best_way()
     outcome = run([jobs] if arguments.stand_in else [[job] for job in jobs], size, way, arguments.minutes)
     where = sys.stderr if arguments.json else sys.stdout
-    title = f"{ranks} stages on {gpus} GPU{'s' * (gpus > 1)}, link {slow[0]}-{slow[1]} delayed one way"
+    links = f"link{'s' * (len(slow) > 1)} {', '.join(f'{low}-{high}' for low, high in sorted(slow))}"
+    title = f"{ranks} stages on {gpus} GPU{'s' * (gpus > 1)}, {links} delayed one way"
     print(f"{'; '.join(outcome.facts)}; driver {driver()}\ndelays: {WAYS[way]}", file=where)
     if arguments.stand_in:
         print("on the stand-in for CUDA: the times mean nothing", file=where)
