@@ -271,3 +271,36 @@ def test_what_a_job_with_guests_can_not_do_is_refused_in_words() -> None:
             # Who sees another's mistake says so, and has the mistake in its words.
             found, text = texts[name]
             check_documented(kind, text.partition(f"{kind}: ")[2] if found == "PeerLostError" else text, row)
+
+
+def lose(rank: int, victim: int) -> tuple[str, int | None, str]:
+    import os
+    import time
+
+    import torch.distributed as dist
+    from models import EXAMPLES
+    from training import call, compiled
+
+    dist.init_process_group("gloo")
+    example = EXAMPLES["skip_mlp"]
+    batch: Any = example.rows(8, 0)
+    args, kwargs = call(batch)
+    with compiled(example, batch, stages=2, microbatches=MICROBATCHES, replicas=2) as pipe:
+        try:
+            for step in range(100):
+                if (step, rank) == (3, victim):
+                    os._exit(1)
+                pipe.step(*args, **kwargs)
+        except Exception as error:
+            if rank == 0:  # which has the store
+                time.sleep(3)
+            return type(error).__name__, getattr(error, "rank", None), str(error)
+    raise AssertionError("the loss was not noticed")
+
+
+@pytest.mark.parametrize("victim", [1, 2], ids=["host", "giver"])
+def test_a_lost_rank_is_named_by_all(victim: int) -> None:
+    """The host of a guest, and the rank that gives its batch: whoever waits for it knows who it waits for."""
+    for rank, found in enumerate(run_processes(lose, 3, victim, may_die=(victim,))):
+        if rank != victim:
+            assert found[:2] == ("PeerLostError", victim), found

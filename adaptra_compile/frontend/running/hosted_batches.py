@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from adaptra.errors import BatchError, PipelineError
+from adaptra.errors import AdaptraError, BatchError, PeerLostError, PipelineError
 from adaptra.frontend.running.batches import Batches
 from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.shapes.shapes import ShapedBatch
@@ -19,7 +19,7 @@ from adaptra.graph import CompiledStages
 from adaptra.runtime.exchange.state_transfer import Handover, receive, send
 from adaptra.runtime.exchange.tensor_memory import why_not_movable
 from adaptra.runtime.membership.process_membership import Listener
-from adaptra.runtime.transports.process_groups import end_waits
+from adaptra.runtime.transports.process_groups import broken_peer, end_waits
 
 _INPUT = "input"
 _TARGET = "target"
@@ -82,11 +82,25 @@ class HostedBatches:
                 arrived = {replica: receive(launched.world.giver(replica), launched.everyone) for replica in self._guests}
                 for wait in waits:
                     wait()
+            except AdaptraError:
+                raise
+            except RuntimeError as error:
+                raise self._lost(call, error) from error
             finally:
                 launched.membership.remove(listener)
             for replica, given in arrived.items():
                 self._check_call(call, given, launched.world.giver(replica))
         return arrived
+
+    def _lost(self, call: str, error: RuntimeError) -> PeerLostError:
+        """Return the loss that has ended the exchange, which names the rank if it is known."""
+        launched = self._local.launched
+        if launched.membership.lost is not None:
+            return launched.membership.lost
+        peer = broken_peer(launched.everyone)
+        rank = None if peer is None else launched.world.processes[peer]
+        who = "a rank" if rank is None else f"rank {rank}"
+        return PeerLostError(f"{who} is lost: {call}: a batch between ranks did not arrive: {error}", rank=rank)
 
     @property
     def _compiled(self) -> CompiledStages:
