@@ -31,8 +31,8 @@ def run_job(options: Namespace) -> int:
     command = command_of(options.script, is_module=options.module)
     hosts = [HostLine("127.0.0.1", options.processes)] if options.hosts is None else read_hosts(Path(options.hosts))
     index = 0 if options.hosts is None else own_index(hosts, options.host)
-    port = options.port if options.port is not None or options.hosts is None else _PORT
-    supervisor = Supervisor(hosts, index, port or 0, command, None if options.logs is None else Path(options.logs))
+    port = options.port or (0 if options.hosts is None else _PORT)
+    supervisor = Supervisor(hosts, index, port, command, None if options.logs is None else Path(options.logs))
 
     def on_end(end: ProcessEnd) -> None:
         if end.code:

@@ -11,8 +11,9 @@ replicas too. All workers of a process are at one place, so they have one copy o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final, NamedTuple, NewType
 
 from adaptra.errors import OptionError
@@ -52,7 +53,7 @@ FIRST_ATTEMPT: Final = Attempt()
 """The attempt with which a job begins."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class World:
     """The workers of a job and their processes, from one change of these to the next.
 
@@ -119,7 +120,7 @@ class World:
         """The number of replicas."""
         return len(self.hosts) // self.places
 
-    @property
+    @cached_property
     def processes(self) -> tuple[ProcessId, ...]:
         """The processes that host workers, in order."""
         return tuple(sorted(set(self.hosts)))
@@ -145,13 +146,17 @@ class World:
 
     def home(self, process: ProcessId) -> int:
         """Return the replica in which a process is at home."""
-        return self.homes[self.processes.index(process)]
+        return self._home_of[process]
+
+    @cached_property
+    def _home_of(self) -> Mapping[ProcessId, int]:
+        return dict(zip(self.processes, self.homes, strict=True))
 
     def is_guest(self, worker: WorkerId) -> bool:
         """Return whether a worker is of another replica than its process's home."""
         return self.home(self.hosts[worker]) != self.seat(worker).replica
 
-    @property
+    @cached_property
     def guests(self) -> frozenset[WorkerId]:
         """The workers that are guests."""
         return frozenset(filter(self.is_guest, map(WorkerId, range(len(self.hosts)))))

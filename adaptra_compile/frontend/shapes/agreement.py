@@ -28,11 +28,9 @@ def agree_on_shape(new: NewShape, number: int, launched: Launch, worker: Worker,
     Raises:
         BatchError: Another rank has a batch of another shape.
     """
-    pipelines = map(launched.pipeline_of, launched.transports)
-    world = launched.world
-    workers = world.pipeline(worker.replica)
-    transport = next(one for one in pipelines if one.worker_of(one.rank) in workers)
-    job_ranks, store = world.hosts_of(workers), records_of(transport)
+    own_transport = launched.transports[[one.index for one in launched.replicas].index(worker.replica)]
+    transport, world = launched.pipeline_of(own_transport), launched.world
+    job_ranks, store = world.hosts_of(world.pipeline(worker.replica)), records_of(transport)
     name, own = f"agree/shape/{number}", transport.rank
     others = [rank for rank in range(transport.world_size) if job_ranks[rank] != launched.process]
     if not others:
