@@ -201,9 +201,8 @@ class Case:
     @cached_property
     def columns(self) -> tuple[tuple[int, ...], ...]:
         """The workers that may compute microbatches of each stage: all but lost ones and guests."""
-        away = self.lost | self.guests
         return tuple(
-            tuple(worker for worker in column if worker is not None and worker not in away)
+            tuple(worker for worker in column if worker is not None and worker not in self.guests)
             for column in zip(*self.grid, strict=True)
         )
 

@@ -27,8 +27,9 @@ def roles_of(mesh: Any, size: int, replicas: int | None) -> Roles:
     ranks = _by_replica(mesh)
     if ranks.shape[-1] != size:
         raise OptionError(f"mesh={mesh!r}: {ranks.shape[-1]} ranks along pp: expected {size}, as many as the pipeline has")
-    if replicas not in (None, len(ranks.flatten()) // size):
-        raise OptionError(f"mesh={mesh!r}: {len(ranks.flatten()) // size} replicas: expected replicas={replicas}, as is given")
+    count = ranks.numel() // size
+    if replicas not in (None, count):
+        raise OptionError(f"mesh={mesh!r}: {count} replicas: expected replicas={replicas}, as is given")
     job_ranks = tuple(ranks.flatten().tolist())
     if len(job_ranks) != (job := torch.distributed.get_world_size()):
         raise OptionError(f"mesh={mesh!r}: {len(job_ranks)} ranks in a job of {job}: expected a mesh of all ranks")
