@@ -109,6 +109,7 @@ def test_an_edge_that_carries_messages_carries_no_rate_probe() -> None:
         assert edge.rates == []
 
 
+@pytest.mark.timed
 def test_a_rate_probe_tells_the_rate_and_no_step_waits_for_it() -> None:
     """5000 bytes at 50 kB/s take a tenth of a second. The few bytes before them are as fast as ever."""
     with IdleEdge("rate 0>1 50kB @0..1") as edge:
