@@ -112,6 +112,18 @@ class PeerLostError(TransportError):
         self.op = op
 
 
+class StageLostError(PeerLostError):
+    """All processes that have the parameters of a stage are lost. Only a checkpoint has them."""
+
+
+class DataLostError(PeerLostError):
+    """All processes that are given the batch of a replica are lost."""
+
+
+class FencedError(PeerLostError):
+    """The others went on without this process, which they took for lost."""
+
+
 class ControlError(AdaptraError, RuntimeError):
     """The control plane failed: ranks disagree about a plan, a control message is invalid, or the store is lost."""
 

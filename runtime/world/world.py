@@ -11,12 +11,12 @@ replicas too. All workers of a process are at one place, so they have one copy o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, NamedTuple, NewType
 
-from adaptra.errors import OptionError
+from adaptra.errors import DataLostError, OptionError, StageLostError
 from adaptra.program.roles import Roles
 
 WorkerId = NewType("WorkerId", int)
@@ -105,6 +105,31 @@ class World:
         """Return the world of the next epoch, with other roles of its processes if they are given."""
         hosts, homes = (self.hosts, self.homes) if roles is None else _of_roles(roles)
         return replace(self, epoch=self.epoch + 1, hosts=hosts, homes=homes)
+
+    def without(self, lost: Collection[ProcessId]) -> World:
+        """Return the world of the next epoch, in which others of their columns host the workers of lost processes.
+
+        Each worker goes to the process with the fewest workers, of these to the lowest one.
+
+        Raises:
+            StageLostError: All processes of a place are lost.
+            DataLostError: All processes that are given the batch of a replica are lost.
+        """
+        hosts = [*self.hosts]
+        for place in map(Place, range(self.places)):
+            column = self.column(place)
+            loads = Counter(host for host in self.hosts_of(column) if host not in lost)
+            if not loads:
+                who = ", ".join(map(str, sorted(set(self.hosts_of(column)))))
+                raise StageLostError(f"all processes with the stages of place {place} are lost: rank {who}")
+            for worker in column:
+                if hosts[worker] in lost:
+                    hosts[worker] = min(loads, key=lambda process: (loads[process], process))
+                    loads[hosts[worker]] += 1
+        homes = tuple(self.home(process) for process in self.processes if process not in lost)
+        if missing := sorted(set(range(self.replicas)).difference(homes)):
+            raise DataLostError(f"all processes that are given the batch of replica {missing[0]} are lost")
+        return World(self.epoch + 1, self.places, tuple(hosts), homes)
 
     @property
     def roles(self) -> Roles:
