@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 done, 1 standard output was closed early, 2 wrong input (with one line on standard error), 130
-        interrupted. That of ``run`` is of the first process that failed.
+        interrupted. That of ``run``: see :func:`adaptra.cli.run_job.run_job`.
     """
     options = _parser().parse_args(arguments)
     from adaptra.cli import commands

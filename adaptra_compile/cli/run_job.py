@@ -18,6 +18,8 @@ _PORT: Final = 29500
 def run_job(options: Namespace) -> int:
     """Run the command ``run``, and return its exit status: that of the first process that failed, of a signal, or 0.
 
+    The end of a process that the job has gone on without is no failure.
+
     Raises:
         LaunchError: Wrong input.
     """
@@ -44,7 +46,8 @@ def run_job(options: Namespace) -> int:
         ends = supervisor.run(on_end, options.grace)
     except SignalException as error:  # torch's launcher turns signals into it
         return SIGNAL_BASE + error.sigval
+    outlived = supervisor.outlived
     if options.json:
-        rows = [{"rank": end.rank, "code": end.code, "seconds": end.seconds} for end in ends]
+        rows = [{"rank": end.rank, "code": end.code, "seconds": end.seconds, "outlived": end.rank in outlived} for end in ends]
         sys.stdout.write(as_json({"processes": rows}))
-    return next((end.status for end in ends if end.code), 0)
+    return next((end.status for end in ends if end.code and end.rank not in outlived), 0)

@@ -11,18 +11,25 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Final
 
-from torch.distributed import DistNetworkError, TCPStore
+from torch.distributed import DistNetworkError, Store, TCPStore
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, PContext, RunProcsResult, Std, start_processes
 
 from adaptra.errors import LaunchError
 from adaptra.runtime.launch.host_file import HostLine
+from adaptra.runtime.launch.told_ends import ToldEnds
 
 _INTERVAL: Final = 0.02
+_MEETING: Final = timedelta(minutes=30)
+"""How long another host waits for the store of the first one, as torch's processes do."""
+_HOLD_SECONDS: Final = 15.0
+"""Seconds after the ends of the first host's processes, in which the others may go on without them, or end."""
 SIGNAL_BASE: Final = 128
 """A shell's exit status of a process that a signal ended is this plus the signal."""
 
@@ -42,8 +49,12 @@ class ProcessEnd:
     seconds: float
 
     def __str__(self) -> str:
-        how = f"was ended by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with status {self.code}"
-        return f"rank {self.rank} {how} after {self.seconds:.1f} s"
+        return f"rank {self.rank} {self.how} after {self.seconds:.1f} s"
+
+    @property
+    def how(self) -> str:
+        """How it ended, in words."""
+        return f"was ended by {signal.Signals(-self.code).name}" if self.code < 0 else f"ended with status {self.code}"
 
     @property
     def status(self) -> int:
@@ -72,6 +83,12 @@ class Supervisor:
         self._store = None if index else _store(port)
         self._port = port if self._store is None else self._store.port
         self._running: dict[int, tuple[PContext, float]] = {}
+        self._told = ToldEnds(self._open_store)
+
+    @property
+    def outlived(self) -> frozenset[int]:
+        """The processes of the job that it has gone on without, once they have all ended here."""
+        return frozenset(self._told.outlived)
 
     def run(self, on_end: Callable[[ProcessEnd], object], grace: float | None) -> list[ProcessEnd]:
         """Start all processes, and wait for their ends.
@@ -91,6 +108,7 @@ class Supervisor:
                     self._running[rank] = self._start(rank, temporary), time.monotonic()
                 while self._running:
                     for end in self._ended():
+                        self._told.tell(end.rank, end.how)
                         ends.append(end)
                         on_end(end)
                         if end.code and grace is not None and deadline is None:
@@ -98,10 +116,27 @@ class Supervisor:
                     if deadline is not None and time.monotonic() > deadline:
                         self._stop()
                     time.sleep(_INTERVAL)
+                if any(end.code for end in ends):
+                    self._hold_the_store()
             except BaseException:
                 self._stop()
                 raise
+        self._told.close()
         return ends
+
+    def _open_store(self) -> Store:
+        if self._store is not None:
+            return self._store
+        return TCPStore(self._hosts[0].name, self._port, is_master=False, wait_for_workers=False, timeout=_MEETING)
+
+    def _hold_the_store(self) -> None:
+        """Keep the store as long as the job goes on without a process of this host, or may do so soon."""
+        everyone = set(range(sum(host.count for host in self._hosts)))
+        until = time.monotonic() + _HOLD_SECONDS
+        while self._store is not None and everyone - self._told.ended - self._told.outlived:
+            if time.monotonic() > until and self._told.outlived.isdisjoint(self.ranks):
+                return
+            time.sleep(_INTERVAL)
 
     def _start(self, rank: int, temporary: str) -> PContext:
         folder = Path(temporary if self._logs is None else self._logs) / f"rank-{rank}"
@@ -141,8 +176,9 @@ class Supervisor:
 
     def _stop(self) -> None:
         """End what still runs: asked first, and killed if it does not."""
-        for context, _ in self._running.values():
-            context.close(signal.SIGTERM)
+        contexts = [context for context, _ in self._running.values()]
+        with ThreadPoolExecutor(max(1, len(contexts))) as side_by_side:
+            list(side_by_side.map(_end, contexts))
 
 
 def command_of(script: Sequence[str], *, is_module: bool) -> list[str]:
@@ -156,6 +192,10 @@ def command_of(script: Sequence[str], *, is_module: bool) -> list[str]:
     if not is_module and not Path(script[0]).is_file():
         raise LaunchError(f"run: {script[0]!r} is no file: expected a Python script, or a module behind -m")
     return [sys.executable, "-u", *(("-m",) if is_module else ()), *script]
+
+
+def _end(context: PContext) -> None:
+    context.close(signal.SIGTERM)
 
 
 def _store(port: int) -> TCPStore:

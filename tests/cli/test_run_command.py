@@ -28,7 +28,8 @@ MEETS = """
     rank = dist.get_rank()
     seen = [None] * dist.get_world_size()
     dist.all_gather_object(seen, (rank, int(os.environ["LOCAL_RANK"])))
-    print(f"rank {rank} of {seen} with {sys.argv[1:]}", flush=True)
+    sys.stdout.write(f"rank {rank} of {seen} with {sys.argv[1:]}\\n")  # with the end of the line in one write
+    sys.stdout.flush()
     if "--die" in sys.argv and rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(float(sys.argv[-1]) if "--sleep" in sys.argv else 0)
@@ -54,6 +55,45 @@ TRAINS = """
         if step == 3 and pipe.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         pipe.step(*batch)
+"""
+
+
+OUTLIVES = """
+    import os, signal, sys, time
+    from queue import SimpleQueue
+    import torch.distributed as dist
+    from adaptra.runtime.survival.ends import Ends
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    told = SimpleQueue()
+    ends = Ends(dist.group.WORLD.get_group_store(), lambda *end: told.put((time.time(), end)))
+    dist.barrier()
+    if rank == 0:
+        with open(sys.argv[1], "w") as file:
+            file.write(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    at, end = told.get(timeout=60)
+    with open(sys.argv[1]) as file:
+        print(end, at - float(file.read()), flush=True)
+    if "--outlive" in sys.argv:
+        ends.tell_outlived([0])
+        time.sleep(1)  # the store has to outlive the first host's processes
+        dist.group.WORLD.get_group_store().set("late", "the store is there")
+    ends.close()
+    os._exit(0)
+"""
+
+ENDS_SLOWLY = """
+    import signal, sys, time
+
+    def end(*_):
+        time.sleep(2)
+        sys.exit(0)
+
+    signal.signal(signal.SIGTERM, end)
+    print("runs", flush=True)
+    time.sleep(100)
 """
 
 
@@ -92,6 +132,47 @@ def test_a_process_that_dies_is_told_at_once_and_ends_no_other(tmp_path: Path) -
     first, last = json.loads(printed.splitlines()[-1])["processes"]
     assert (first["rank"], first["code"], last["rank"], last["code"]) == (0, -signal.SIGKILL, 1, 0)
     assert last["seconds"] - first["seconds"] > 1
+
+
+def seconds_until_told(printed: str) -> float:
+    """From the end of rank 0 to the moment at which another one has heard of it."""
+    told = printed.splitlines()[0]
+    assert told.startswith("(0, 'was ended by SIGKILL') ")
+    return float(told.split()[-1])
+
+
+def test_the_others_are_told_of_an_end_and_it_is_no_failure_if_the_job_goes_on(tmp_path: Path) -> None:
+    goes_on, ends = done(
+        ["-n", "2", "--json", script(tmp_path, OUTLIVES), str(tmp_path / "first"), "--outlive"],
+        ["-n", "2", script(tmp_path, OUTLIVES), str(tmp_path / "second")],
+    )
+    assert (goes_on[0], ends[0]) == (0, 128 + signal.SIGKILL)
+    assert "rank 0 was ended by SIGKILL after " in goes_on[2]
+    rows = json.loads(goes_on[1].splitlines()[-1])["processes"]
+    assert [(row["rank"], row["outlived"]) for row in rows] == [(0, True), (1, False)]
+    assert max(seconds_until_told(printed) for _, printed, _ in (goes_on, ends)) < 1
+
+
+def test_the_store_outlives_the_first_hosts_processes(tmp_path: Path) -> None:
+    """The job goes on at the other host."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("127.0.0.1 1\nlocalhost 1\n")
+    common = ["--hosts", str(hosts), "--port", str(free_port())]
+    training = [script(tmp_path, OUTLIVES), str(tmp_path / "time"), "--outlive"]
+    ends = done(*([*common, "--host", name, *training] for name in ("127.0.0.1", "localhost")))
+    assert [status for status, *_ in ends] == [0, 0]
+    assert seconds_until_told(ends[1][1]) < 1
+
+
+def test_processes_that_end_slowly_are_ended_side_by_side(tmp_path: Path) -> None:
+    running = start("-n", "4", script(tmp_path, ENDS_SLOWLY))
+    assert running.stdout is not None
+    for _ in range(4):
+        running.stdout.readline()
+    before = time.monotonic()
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(60) == 128 + signal.SIGTERM
+    assert time.monotonic() - before < 6, "one after the other would take 8 s"
 
 
 def test_a_grace_ends_the_others(tmp_path: Path) -> None:
