@@ -1,0 +1,160 @@
+"""Evidence that processes have ended, or are silent for certain. A broken connection is none: the living break theirs too.
+
+There are three kinds. The launcher tells an end, see :mod:`.ends`. A process's host refuses connections to it: its listener for
+direct questions lives as long as the process, and not only for an epoch. Or it answers no question for two seconds.
+
+A process whose Python is busy answers, and so does one that a debugger on this host holds. If no question has ever got through
+to a process, as behind a firewall, its launcher may still tell its end. Else it is taken for lost once others have waited for
+it for ten seconds. Only seconds count in which this process ran.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from torch.distributed import Store
+
+from adaptra.runtime.membership.announcement import parse_announcement, write_announcement
+from adaptra.runtime.membership.awake_clock import AwakeClock
+from adaptra.runtime.membership.direct_questions import UNKNOWN, DirectQuestions
+from adaptra.runtime.survival.ends import Ends
+
+logger = logging.getLogger(__name__)
+
+SILENT_SECONDS: Final = 2.0
+"""Seconds without an answer after which a process is frozen or cut off."""
+UNREACHED_SECONDS: Final = 10.0
+"""The same for a process to which no question has ever got through."""
+_LEAST_QUESTIONS: Final = 3
+"""Questions without an answer, beside that. One alone may be lost on its way."""
+_IDLE_SECONDS: Final = 0.5
+_ASKING_SECONDS: Final = 0.02
+"""Seconds between two looks for answers."""
+_FORGET_SECONDS: Final = 1.0
+"""Seconds without :meth:`Evidence.against` after which its next call begins anew to count a process's silence."""
+
+
+def _nothing(_process: int, _how: str) -> None:
+    """Do nothing."""
+
+
+class Evidence:
+    """What this process knows for certain of other processes' ends, for the whole life of the job. Starts its threads at once.
+
+    All processes make theirs at the same time: each waits for the others' announcements, as long as the store's timeout.
+
+    Args:
+        store: The job's part for this, whose records the processes have signed if they have a secret.
+        process: This process.
+        processes: All processes of the job.
+        address: A numeric address of this host on which others reach it; None if it has none.
+        on_end: Called from a thread when a launcher has told the end of another process, with how.
+
+    Raises:
+        ControlError: An announcement is none.
+        torch.distributed.DistError: The store is lost, or a process did not come.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        process: int,
+        processes: Iterable[int],
+        address: str | None,
+        on_end: Callable[[int, str], object] = _nothing,
+    ) -> None:
+        self._on_end = on_end
+        self._lock = threading.Condition()
+        self._process = process
+        self._told: dict[int, str] = {}
+        self._awaited: dict[int, float] = {}
+        self._asked_at = 0.0
+        self._is_closed = False
+        self._clock = AwakeClock(_IDLE_SECONDS)
+        self._questions = _questions_of(address, self._clock.now)
+        others = [other for other in processes if other != process]
+        if self._questions is not None:
+            store.set(_key_of(process), write_announcement(self._questions.announcement))
+        else:
+            store.set(_key_of(process), "")
+        for other in others:
+            if (announced := store.get(_key_of(other))) and self._questions is not None:
+                self._questions.know(other, parse_announcement(announced, other))
+        self._ends = Ends(store, self.ended)
+        self._thread = threading.Thread(target=self._watch, name="adaptra evidence", daemon=True)
+        self._thread.start()
+
+    def against(self, processes: Iterable[int]) -> dict[int, str]:
+        """Return those of the processes that have ended or are silent for certain, and why, in words for users.
+
+        It never waits. Call it again and again, more often than once a second, while others are awaited. Meanwhile they are
+        asked, and silence counts from the first of these calls.
+        """
+        with self._lock:
+            now = self._clock.now()
+            before = self._awaited if now - self._asked_at < _FORGET_SECONDS else {}
+            self._awaited = {other: before.get(other, now) for other in processes if other != self._process}
+            self._asked_at = now
+            if not before:
+                self._lock.notify()
+            reasons = {other: self._told.get(other) or self._silence_of(other, now) for other in self._awaited}
+        return {other: why for other, why in reasons.items() if why is not None}
+
+    def ended(self, process: int, how: str) -> None:
+        """Take it for certain that a process has ended, and how, such as ``was ended by SIGKILL``."""
+        with self._lock:
+            self._told[process] = how
+        if process != self._process:
+            self._on_end(process, how)
+
+    def outlived(self, processes: Iterable[int]) -> None:
+        """Tell launchers that the job goes on without processes, so that their ends are no failure. One process calls it."""
+        self._ends.tell_outlived(processes)
+
+    def close(self) -> None:
+        """End the listener and all questions: from now on this process counts as ended. May be called again."""
+        with self._lock:
+            self._is_closed = True
+            self._lock.notify()
+        self._thread.join()
+        self._ends.close()
+        if self._questions is not None:
+            self._questions.close()
+
+    def _silence_of(self, other: int, now: float) -> str | None:
+        sign = UNKNOWN if self._questions is None else self._questions.sign(other)
+        quiet = now - max(self._awaited[other], sign.answered_at)
+        if not sign.is_reachable:
+            return f"has been missing for {quiet:.0f} s, and its host can't be asked" if quiet > UNREACHED_SECONDS else None
+        if sign.is_gone:
+            return "its host refuses connections to it: its process has ended"
+        if quiet > SILENT_SECONDS and sign.unanswered >= _LEAST_QUESTIONS:
+            return f"has not answered for {quiet:.0f} s: it is frozen or cut off"
+        return None
+
+    def _watch(self) -> None:
+        is_asking = True  # each is asked once, to learn whether questions get through
+        with self._lock:
+            while not self._is_closed:
+                self._clock.tick()
+                now = self._clock.now()
+                awaited = self._awaited if now - self._asked_at < _FORGET_SECONDS else {}
+                if self._questions is not None:
+                    is_asking = self._questions.step(awaited)
+                self._lock.wait(_ASKING_SECONDS if is_asking or awaited else _IDLE_SECONDS)
+
+
+def _questions_of(address: str | None, now: Callable[[], float]) -> DirectQuestions | None:
+    """Return direct questions from an address of this host, or None if the system refuses a listener there."""
+    try:
+        return None if address is None else DirectQuestions(address, now)
+    except (RuntimeError, ValueError) as error:
+        logger.warning("no direct questions from %s: %s: only its launcher can tell that a process has ended", address, error)
+        return None
+
+
+def _key_of(process: int) -> str:
+    return f"listener/{process}"

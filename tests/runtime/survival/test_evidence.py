@@ -1,0 +1,158 @@
+"""Evidence of ends: a process that was killed or frozen is found, and one that is only busy is not."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import threading
+import time
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from processes import run_processes
+from torch.distributed import Store, TCPStore
+
+from adaptra.runtime.control_store.spare_clients import Part
+from adaptra.runtime.membership.announcement import announce, new_token, write_announcement
+from adaptra.runtime.survival import evidence as evidence_module
+from adaptra.runtime.survival.ends import Ends
+from adaptra.runtime.survival.evidence import SILENT_SECONDS, Evidence
+
+PATIENCE = 20.0
+HERE = "127.0.0.1"
+REFUSED = "its host refuses connections to it: its process has ended"
+SILENT = "has not answered for 2 s: it is frozen or cut off"
+PROCESSES = 4
+KILLED, FROZEN, BUSY = 1, 2, 3
+BUSY_SECONDS = 5
+
+
+def store_of_the_test() -> TCPStore:
+    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=PATIENCE))
+
+
+def part(store: Store) -> Store:
+    return Part("evidence", store)
+
+
+def until(evidence: Evidence, processes: list[int], count: int) -> dict[int, tuple[str, float]]:
+    """What is said against so many of the processes, and after how many seconds."""
+    began, found = time.monotonic(), dict[int, tuple[str, float]]()
+    while len(found) < count:
+        seconds = time.monotonic() - began
+        assert seconds < PATIENCE, found
+        for process, why in evidence.against(processes).items():
+            found.setdefault(process, (why, seconds))
+        time.sleep(0.02)
+    return found
+
+
+def ends(rank: int, port: int) -> dict[int, tuple[str, float]] | None:
+    """Process 0 asks for the others, one of which is killed, one stopped, and one busy without running Python."""
+    client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    evidence = Evidence(part(client), rank, range(PROCESSES), HERE)
+    client.add("ready", 1)
+    while client.add("ready", 0) < PROCESSES:
+        time.sleep(0.01)
+    time.sleep(0.5)  # until each has been asked once
+    if rank == KILLED:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == FROZEN:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == BUSY:
+        ctypes.PyDLL(None).sleep(BUSY_SECONDS)  # holds the interpreter's lock
+    if rank:
+        client.wait(["done"])
+        return None
+    time.sleep(0.2)
+    found = until(evidence, [KILLED, FROZEN, BUSY], 2)
+    client.set("done", "")
+    evidence.close()
+    return found
+
+
+@pytest.mark.processes
+def test_the_killed_and_the_frozen_are_found_and_the_busy_is_not() -> None:
+    store = store_of_the_test()
+    found, *_ = run_processes(ends, PROCESSES, store.port, may_die=(KILLED, FROZEN))
+    assert {process: why for process, (why, _) in found.items()} == {KILLED: REFUSED, FROZEN: SILENT}
+    assert found[KILLED][1] < 1 and SILENT_SECONDS < found[FROZEN][1] < BUSY_SECONDS - 1
+
+
+def asks_while_it_is_stopped(rank: int, port: int) -> dict[int, str] | None:
+    client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    evidence = Evidence(part(client), rank, range(2), HERE)
+    if rank:
+        client.set("asked", str(os.getpid()))
+        asker = int(client.get("asker"))
+        os.kill(asker, signal.SIGSTOP)
+        time.sleep(2 * SILENT_SECONDS)
+        os.kill(asker, signal.SIGCONT)
+        client.wait(["done"])
+        return None
+    client.set("asker", str(os.getpid()))
+    said, began = dict[int, str](), time.monotonic()
+    while time.monotonic() - began < 3 * SILENT_SECONDS:
+        said |= evidence.against([1])
+        time.sleep(0.02)
+    client.set("done", "")
+    return said
+
+
+@pytest.mark.processes
+def test_who_was_stopped_itself_blames_nobody() -> None:
+    store = store_of_the_test()
+    said, _ = run_processes(asks_while_it_is_stopped, 2, store.port)
+    assert said == {}
+
+
+def both(store: Store, **named: object) -> tuple[Evidence, Evidence]:
+    """Those of two processes."""
+    made: list[Evidence] = []
+    other = threading.Thread(target=lambda: made.append(Evidence(part(store.clone()), 1, range(2), HERE)))  # pyright: ignore[reportAttributeAccessIssue]
+    other.start()
+    own = Evidence(part(store), 0, range(2), HERE, **named)  # pyright: ignore[reportArgumentType]
+    other.join(PATIENCE)
+    return own, made[0]
+
+
+def test_what_a_launcher_tells_is_certain_at_once() -> None:
+    store, told = store_of_the_test(), threading.Event()
+    own, other = both(store, on_end=lambda *_: told.set())
+    outlived = threading.Event()
+    launcher = Ends(store, lambda *_: None, lambda process: outlived.set() if process == 1 else None)
+    assert own.against([0, 1]) == {}
+    launcher.tell(1, "was ended by SIGKILL")
+    assert told.wait(PATIENCE)
+    assert own.against([0, 1]) == {1: "was ended by SIGKILL"} and own.against([0]) == {}
+    own.outlived([1])
+    assert outlived.wait(PATIENCE)
+    for one in (own, other, launcher):
+        one.close()
+
+
+def test_silence_counts_from_when_others_are_awaited() -> None:
+    """Whoever closes its listener refuses, like a process that has ended."""
+    own, other = both(store_of_the_test())
+    time.sleep(0.5)
+    assert own.against([1]) == {}
+    other.close()
+    assert until(own, [1], 1)[1][0] == REFUSED
+    own.close()
+
+
+def test_a_process_that_was_never_reached_is_missing_after_a_longer_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A firewall may refuse all connections, so a refusal proves nothing here."""
+    monkeypatch.setattr(evidence_module, "UNREACHED_SECONDS", 1.0)
+    store = store_of_the_test()
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        nowhere = announce("127.0.0.1", bound.getsockname()[1], new_token())
+        part(store).set("listener/1", write_announcement(replace(nowhere, place="another host")))
+        own = Evidence(part(store), 0, range(2), HERE)
+        why, seconds = until(own, [1], 1)[1]
+    assert why == "has been missing for 1 s, and its host can't be asked" and seconds > 1
+    own.close()
