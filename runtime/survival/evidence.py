@@ -5,20 +5,20 @@ direct questions lives as long as the process, and not only for an epoch. Or it 
 
 A process whose Python is busy answers, and so does one that a debugger on this host holds. If no question has ever got through
 to a process, as behind a firewall, its launcher may still tell its end. Else it is taken for lost once others have waited for
-it for ten seconds. Only seconds count in which this process ran.
+it for ten seconds. A process that was stopped itself counts anew.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Final
 
 from torch.distributed import Store
 
 from adaptra.runtime.membership.announcement import parse_announcement, write_announcement
-from adaptra.runtime.membership.awake_clock import AwakeClock
 from adaptra.runtime.membership.direct_questions import UNKNOWN, DirectQuestions
 from adaptra.runtime.survival.ends import Ends
 
@@ -34,7 +34,7 @@ _IDLE_SECONDS: Final = 0.5
 _ASKING_SECONDS: Final = 0.02
 """Seconds between two looks for answers."""
 _FORGET_SECONDS: Final = 1.0
-"""Seconds without :meth:`Evidence.against` after which its next call begins anew to count a process's silence."""
+"""Seconds without :meth:`Evidence.against` after which its next call counts silence anew; also if this process was stopped."""
 
 
 def _nothing(_process: int, _how: str) -> None:
@@ -73,8 +73,7 @@ class Evidence:
         self._awaited: dict[int, float] = {}
         self._asked_at = 0.0
         self._is_closed = False
-        self._clock = AwakeClock(_IDLE_SECONDS)
-        self._questions = _questions_of(address, self._clock.now)
+        self._questions = _questions_of(address)
         others = [other for other in processes if other != process]
         if self._questions is not None:
             store.set(_key_of(process), write_announcement(self._questions.announcement))
@@ -94,7 +93,7 @@ class Evidence:
         asked, and silence counts from the first of these calls.
         """
         with self._lock:
-            now = self._clock.now()
+            now = time.monotonic()
             before = self._awaited if now - self._asked_at < _FORGET_SECONDS else {}
             self._awaited = {other: before.get(other, now) for other in processes if other != self._process}
             self._asked_at = now
@@ -139,18 +138,17 @@ class Evidence:
         is_asking = True  # each is asked once, to learn whether questions get through
         with self._lock:
             while not self._is_closed:
-                self._clock.tick()
-                now = self._clock.now()
+                now = time.monotonic()
                 awaited = self._awaited if now - self._asked_at < _FORGET_SECONDS else {}
                 if self._questions is not None:
                     is_asking = self._questions.step(awaited)
                 self._lock.wait(_ASKING_SECONDS if is_asking or awaited else _IDLE_SECONDS)
 
 
-def _questions_of(address: str | None, now: Callable[[], float]) -> DirectQuestions | None:
+def _questions_of(address: str | None) -> DirectQuestions | None:
     """Return direct questions from an address of this host, or None if the system refuses a listener there."""
     try:
-        return None if address is None else DirectQuestions(address, now)
+        return None if address is None else DirectQuestions(address, time.monotonic)
     except (RuntimeError, ValueError) as error:
         logger.warning("no direct questions from %s: %s: only its launcher can tell that a process has ended", address, error)
         return None

@@ -82,11 +82,21 @@ def test_the_killed_and_the_frozen_are_found_and_the_busy_is_not() -> None:
     assert found[KILLED][1] < 1 and SILENT_SECONDS < found[FROZEN][1] < BUSY_SECONDS - 1
 
 
+def write_nowhere(store: Store, process: int) -> None:
+    """Announce a process that no question reaches, as behind a firewall."""
+    with socket.socket() as bound:
+        bound.bind((HERE, 0))
+        nowhere = announce(HERE, bound.getsockname()[1], new_token())
+    part(store).set(f"listener/{process}", write_announcement(replace(nowhere, place="another host")))
+
+
 def asks_while_it_is_stopped(rank: int, port: int) -> dict[int, str] | None:
+    """Process 1 answers, and process 2 can't be reached."""
     client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    evidence = Evidence(part(client), rank, range(2), HERE)
+    evidence_module.UNREACHED_SECONDS = 2 * SILENT_SECONDS  # pyright: ignore[reportConstantRedefinition]
+    write_nowhere(client, 2)
+    evidence = Evidence(part(client), rank, range(3), HERE)
     if rank:
-        client.set("asked", str(os.getpid()))
         asker = int(client.get("asker"))
         os.kill(asker, signal.SIGSTOP)
         time.sleep(2 * SILENT_SECONDS)
@@ -96,7 +106,7 @@ def asks_while_it_is_stopped(rank: int, port: int) -> dict[int, str] | None:
     client.set("asker", str(os.getpid()))
     said, began = dict[int, str](), time.monotonic()
     while time.monotonic() - began < 3 * SILENT_SECONDS:
-        said |= evidence.against([1])
+        said |= evidence.against([1, 2])
         time.sleep(0.02)
     client.set("done", "")
     return said
@@ -148,11 +158,8 @@ def test_a_process_that_was_never_reached_is_missing_after_a_longer_time(monkeyp
     """A firewall may refuse all connections, so a refusal proves nothing here."""
     monkeypatch.setattr(evidence_module, "UNREACHED_SECONDS", 1.0)
     store = store_of_the_test()
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        nowhere = announce("127.0.0.1", bound.getsockname()[1], new_token())
-        part(store).set("listener/1", write_announcement(replace(nowhere, place="another host")))
-        own = Evidence(part(store), 0, range(2), HERE)
-        why, seconds = until(own, [1], 1)[1]
+    write_nowhere(store, 1)
+    own = Evidence(part(store), 0, range(2), HERE)
+    why, seconds = until(own, [1], 1)[1]
     assert why == "has been missing for 1 s, and its host can't be asked" and seconds > 1
     own.close()
