@@ -273,7 +273,7 @@ def _spec(request: CompileArguments, launched: Launch, devices: Sequence[torch.d
     options = request.options
     replicas = launched.world.replicas
     for fault in request.faults:  # all ranks gave the same ones and refuse them alike
-        fault.check_replica(replicas)
+        fault.check_job(replicas, in_threads=launched.in_threads)
     return PipelineSpec(
         request.placed,
         request.microbatches,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from adaptra.checks import is_finite
 from adaptra.errors import OptionError
 from adaptra.program import Kind
-from adaptra.runtime.injection.faults import Fault, compute_extra, compute_factor, compute_freeze
+from adaptra.runtime.injection.faults import Fault, compute_extra, compute_factor
 from adaptra.simulation.cost import CostModel
 
 
@@ -55,21 +55,17 @@ def _per_stage(name: str, seconds: float | Sequence[float], stages: int) -> tupl
     return tuple(map(float, values))
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Pacing:
     """Lengthens one worker's ops beyond their own computation, for an emulated device, injected faults, or both.
 
-    A frozen worker pauses at the end of its first op of the step. Nobody can tell that from a pause at its beginning, since
-    messages are received meanwhile and nothing uses the op's result before its end.
-
     Attributes:
         emulated: A cost model to whose durations every op is padded, or None.
-        faults: The worker's own faults, see :func:`.faults.faults_of_worker`; those of edges change nothing here.
+        faults: The worker's own faults, see :func:`.faults.faults_of_worker`; only those that slow ops change something here.
     """
 
     emulated: CostModel | None
     faults: Sequence[Fault]
-    _newest: int = field(default=-1, init=False)
 
     def pad(self, stage: int, kind: Kind, step: int, started: float) -> None:
         """Sleep until the op that started at ``started`` (monotonic seconds) has reached its duration."""
@@ -77,9 +73,6 @@ class Pacing:
             return
         duration = time.monotonic() - started if self.emulated is None else self.emulated.duration(stage, kind)
         duration = duration * compute_factor(self.faults, stage, step) + compute_extra(self.faults, stage, step)
-        if step > self._newest:  # evaluations have negative steps
-            self._newest = step
-            duration += compute_freeze(self.faults, step)
         _sleep_until(started + duration)
 
     def pad_part(self, stage: int, kind: Kind, step: int, started: float, share: float) -> None:

@@ -1,4 +1,4 @@
-"""Injected faults: a link or a worker that turns slow at a given step, on any transport.
+"""Injected faults: a link or a worker that turns slow or fails at a given step, on any transport.
 
 The text form of a fault is one line::
 
@@ -9,13 +9,23 @@ The text form of a fault is one line::
     lossy 1-2 5% 200ms @8      one in twenty messages arrives 200 ms later, as when it was lost and is sent again
     slow 2 1.5x @8             ops of stage 2 take one and a half times as long
     slow 2 5ms                 ops of stage 2 take 5 ms longer, always
-    freeze 2 @8 5s             the worker of stage 2 stops computing for 5 s, once, in its first op of step 8
+    break 2 @8                 the connections of the worker of stage 2 break in step 8: an error as a reset one gives
+    kill 2 @8                  its process ends at once (SIGKILL)
+    freeze 2 @8 5s             its process stops for 5 s (SIGSTOP); where all workers are threads, its thread alone
 
 They hit every replica of the job, unless they name one::
 
     delay 1-2@replica0 60ms @8      only the messages of replica 0; so with ``rate`` and ``lossy``
     slow 1.2 1.5x @8                only the worker of replica 1 that has stage 2, in the ops of all its stages
-    freeze 1.2 @8 5s                only that worker
+    kill 1.2 @8                     only that worker; so with ``break`` and ``freeze``
+
+Failures act once in a process's life, at the begin of the step unless a point in it follows::
+
+    kill 1.2 @8:2W3            in the op 2W3 of the worker's own replica, once it is computed
+    kill 1.2 @8:REDUCE         as it waits for the sum over replicas
+    kill 1.2 @8:certificate    between the end of the step on this rank and the filling of ``grad``
+    kill 1.2 @8:optimizer      after step 8, as the next call begins
+    kill 1.2 @8:clip           after step 8, in the norm of its gradients
 
 A rate such as ``/6`` is a fault of its own, beside those with the rates that it divides. Several multiply. Without a rate to
 divide, of the same replica or of all, it is refused.
@@ -23,8 +33,8 @@ divide, of the same replica or of all, it is refused.
 A fault is of a place, a stage of a replica, whichever rank of the job has it. So the fault stays where it is when ranks change
 roles: then another rank is slow.
 
-This file defines the faults. :mod:`adaptra.runtime.injection.faulty_transport` applies them to messages and
-:mod:`adaptra.runtime.injection.emulation` to ops.
+This file defines the faults. :mod:`adaptra.runtime.injection.faulty_transport` applies them to messages,
+:mod:`adaptra.runtime.injection.emulation` slows ops and :mod:`adaptra.runtime.injection.failures` has workers fail.
 """
 
 from __future__ import annotations
@@ -39,7 +49,9 @@ from enum import Enum
 from typing import Final
 
 from adaptra.errors import CaseError
+from adaptra.program import Op
 from adaptra.program.routing import NUMBER
+from adaptra.runtime.injection.points import Moment, Point, parse_point
 from adaptra.runtime.transports.base import Identity
 
 
@@ -58,17 +70,24 @@ class Effect(Enum):
     """The factor of the duration of a stage's ops; at least 1."""
     EXTRA = "extra"
     """Seconds by which the ops of a stage take longer."""
+    BREAK = "break"
+    """No amount: the connections of a worker break once."""
+    KILL = "kill"
+    """No amount: the process of a worker is killed."""
     FREEZE = "freeze"
-    """Seconds for which a worker stops computing once, in its first op of a step. Its threads of control go on."""
+    """Seconds for which the process of a worker is stopped once."""
 
 
 _TIMES: Final = {"s": 1, "ms": 1000, "us": 1000000}
 _RATES: Final = {"GB": 1000000000, "MB": 1000000, "kB": 1000, "B": 1}
 _EXPECTED: Final = (
     "expected such as 'delay 1-2 60ms @8', 'delay 1>2@replica0 60ms @8..20', 'rate 1>2 50MB @8', 'rate 1-2 /6 @8', "
-    "'lossy 1-2 5% 200ms @8', 'slow 2 1.5x @8', 'slow 1.2 5ms' or 'freeze 1.2 @8 5s'"
+    "'lossy 1-2 5% 200ms @8', 'slow 2 1.5x @8', 'slow 1.2 5ms', 'break 1.2 @8', 'kill 1.2 @8:2W3' or 'freeze 1.2 @8 5s'"
 )
 _EDGES: Final = frozenset({Effect.DELAY, Effect.RATE, Effect.DIVISOR, Effect.LOSS})
+FAILURES: Final = frozenset({Effect.BREAK, Effect.KILL, Effect.FREEZE})
+"""The effects that act once, at a point of a step."""
+_LASTING: Final = frozenset({Effect.FREEZE})
 _LEAST: Final = {Effect.RATE: math.ulp(0.0), Effect.DIVISOR: 1.0, Effect.FACTOR: 1.0}
 _NUMBER: Final = r"\d+(?:\.\d+)?"
 _AMOUNT: Final = rf"(?P<number>{_NUMBER})"
@@ -84,7 +103,7 @@ _FORMS: Final = tuple(
         rf"(?P<what>rate) {_EDGE} {_AMOUNT}(?P<unit>GB|MB|kB|B){_SPAN}",
         rf"(?P<what>rate) {_EDGE} (?P<unit>/){_AMOUNT}{_SPAN}",
         rf"(?P<what>slow) {_WORKER} {_AMOUNT}(?P<unit>x|s|ms|us){_SPAN}",
-        rf"(?P<what>freeze) {_WORKER} @(?P<first>{NUMBER}) {_SECONDS}",
+        rf"(?P<what>break|kill|freeze) {_WORKER} @(?P<first>{NUMBER})(?::(?P<point>\S+))?(?: {_SECONDS})?",
     )
 )
 
@@ -104,6 +123,7 @@ class Fault:
         share: The share of late messages on a lossy edge: above 0, at most 1. Their identities decide which ones, the same in
             every run.
         replica: The replica whose worker or edge is affected, None for all replicas.
+        point: The point of the step at which a worker fails.
 
     Raises:
         CaseError: The parts don't fit together.
@@ -118,6 +138,7 @@ class Fault:
     until_step: int | None = None
     share: float = 1.0
     replica: int | None = None
+    point: Point = Moment.BEGIN
 
     def __post_init__(self) -> None:
         is_edge = self.effect in _EDGES
@@ -131,8 +152,9 @@ class Fault:
             raise CaseError(f"fault {share}: expected above 0% and at most 100%, and of a lossy edge alone")
         if self.until_step is not None and self.until_step <= self.from_step:
             raise CaseError(f"fault @{self.from_step}..{self.until_step}: expected the second step to be after the first")
-        if self.until_step is not None and self.effect is Effect.FREEZE:
-            raise CaseError(f"fault freeze @{self.from_step}..{self.until_step}: expected one step, as a worker freezes once")
+        if self.until_step is not None and self.effect in FAILURES:
+            span = f"{self.effect.value} @{self.from_step}..{self.until_step}"
+            raise CaseError(f"fault {span}: expected one step, as a worker fails once")
 
     @staticmethod
     def parse(text: str) -> Fault:
@@ -146,6 +168,10 @@ class Fault:
             raise CaseError(f"fault {text!r}: {_EXPECTED}")
         parts = matched.groupdict()
         unit = parts["unit"]
+        if parts["what"] in {one.value for one in FAILURES} and (Effect(parts["what"]) in _LASTING) != (unit is not None):
+            expected = f"no duration, such as '{text.rpartition(' ')[0]}'" if unit else f"a duration, such as '{text} 5s'"
+            raise CaseError(f"fault {text!r}: expected {expected}")
+        point = parse_point(text, parts.get("point"))
         match parts["what"], unit:
             case "rate", "/":
                 effect = Effect.DIVISOR
@@ -158,7 +184,7 @@ class Fault:
         peer, until, replica = (None if (one := parts.get(name)) is None else int(one) for name in ("peer", "until", "replica"))
         return Fault(
             effect,
-            float(parts["number"]) * _RATES.get(unit, 1) / _TIMES.get(unit, 1),
+            float(parts["number"] or 0) * _RATES.get(unit, 1) / _TIMES.get(unit, 1),
             int(parts["stage"]),
             peer,
             parts.get("ways") == "-",
@@ -166,6 +192,7 @@ class Fault:
             until,
             float(Decimal(parts.get("share") or 100) / 100),
             replica,
+            point,
         )
 
     def check_stages(self, stages: int) -> None:
@@ -186,6 +213,46 @@ class Fault:
         """
         if (self.replica or 0) >= replicas:
             raise CaseError(f"fault '{self}': there is no replica {self.replica}: expected replicas of 0..{replicas - 1}")
+
+    def check_point(self, placement: Sequence[int], microbatches: int, *, with_loss: bool) -> None:
+        """Refuse a failure at a point that its worker does not come to.
+
+        Args:
+            placement: ``placement[stage]`` is the stage's rank.
+            microbatches: Microbatches per step.
+            with_loss: Whether a step is one call that returns a loss.
+
+        Raises:
+            CaseError: Names the fault and what its point may be.
+        """
+        if isinstance(self.point, Op):
+            own = [stage for stage, rank in enumerate(placement) if rank == placement[self.stage]]
+            if self.point.stage not in own or self.point.microbatch >= microbatches:
+                raise CaseError(
+                    f"fault '{self}': its worker has no op {self.point}: expected one of stage {', '.join(map(str, own))} and "
+                    f"microbatch 0..{microbatches - 1}"
+                )
+        elif self.point in (Moment.REDUCE, Moment.CERTIFICATE) and not with_loss:
+            raise CaseError(f"fault '{self}': the function returns no loss: expected another point than {self.point}")
+
+    def check_job(self, replicas: int, *, in_threads: bool) -> None:
+        """Refuse a fault that no worker of a job can have.
+
+        Args:
+            replicas: The number of replicas.
+            in_threads: Whether all workers are threads of one process.
+
+        Raises:
+            CaseError: Names the fault and what is expected instead.
+        """
+        self.check_replica(replicas)
+        if self.point is Moment.REDUCE and replicas == 1:
+            raise CaseError(f"fault '{self}': one replica has no sum over replicas: expected several, or another point")
+        if self.effect is Effect.KILL and in_threads:
+            raise CaseError(
+                f"fault '{self}': all workers are threads of this process, which would end: expected a process for each, as "
+                f"under torchrun, or '{replace(self, effect=Effect.BREAK)}'"
+            )
 
     def check_base(self, faults: Iterable[Fault]) -> None:
         """Refuse a divisor without a rate to divide, in any step and direction in which it is on.
@@ -229,8 +296,10 @@ class Fault:
                 what, amount = "slow", f"{_decimal(self.amount)}x"
             case Effect.EXTRA:
                 what, amount = "slow", _seconds(self.amount)
-            case Effect.FREEZE:
-                return f"freeze {where} @{self.from_step} {_seconds(self.amount)}"
+            case Effect.BREAK | Effect.KILL | Effect.FREEZE:
+                point = "" if self.point is Moment.BEGIN else f":{self.point}"
+                amount = f" {_seconds(self.amount)}" if self.effect in _LASTING else ""
+                return f"{self.effect.value} {where} @{self.from_step}{point}{amount}"
         if self.until_step is not None:
             span = f" @{self.from_step}..{self.until_step}"
         else:
@@ -263,7 +332,7 @@ def faults_of_worker(faults: Iterable[Fault], replica: int, stages: Sequence[int
         if fault.peer is not None:
             yield fault
         elif fault.stage in stages:
-            is_whole = fault.replica is not None and fault.effect is not Effect.FREEZE
+            is_whole = fault.replica is not None and fault.effect not in FAILURES
             yield from (replace(fault, stage=stage) for stage in (stages if is_whole else [fault.stage]))
 
 
@@ -275,11 +344,6 @@ def compute_factor(faults: Iterable[Fault], stage: int, step: int) -> float:
 def compute_extra(faults: Iterable[Fault], stage: int, step: int) -> float:
     """Return the seconds that each op of a stage takes longer in a step, after the factor."""
     return sum(f.amount for f in faults if f.effect is Effect.EXTRA and f.stage == stage and f.is_on(step))
-
-
-def compute_freeze(faults: Iterable[Fault], step: int) -> float:
-    """Return the seconds for which a worker with these faults freezes in its first op of a step."""
-    return sum(f.amount for f in faults if f.effect is Effect.FREEZE and f.from_step == step)
 
 
 def link_delay(faults: Iterable[Fault], identity: Identity) -> float:

@@ -34,6 +34,8 @@ from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.control_store.stores import error_of_store
 from adaptra.runtime.exchange.store_exchange import gather
+from adaptra.runtime.injection.failures import Failures
+from adaptra.runtime.injection.points import Moment
 from adaptra.runtime.measuring.monitor import Monitor, StepRecords, merge_timelines
 from adaptra.runtime.measuring.reduces import StepReduces, own_reduce
 from adaptra.runtime.membership.process_membership import Listener
@@ -177,6 +179,7 @@ class Worker:
             self._telemetry.begin_step(step, replace(self.plan, program=self.program) if goes_home else self.plan)
             self.monitor.begin_step()
             started = time.monotonic()
+            self.failures.at(step, Moment.BEGIN)
             losses = self._parts.run(executor, step, inputs, targets, loss_scale, self.numbers.steps_before, of, outputs)
             measurement = self.monitor.end_step(step, started, time.monotonic(), of.shape.code)
             comparable = self.last.take(measurement, of, at_home=goes_home)
@@ -255,6 +258,7 @@ class Worker:
         """
         with self._reporting_errors():
             self._parts.buffers.begin()
+            self.failures.at(self.numbers.next_step, Moment.BEGIN)
             outputs, kept = self._phases.forward(self.numbers.next_step, inputs)
             self._parts.buffers.end()
         self.monitor.begin_step()
@@ -299,6 +303,7 @@ class Worker:
     def gradient_norm(self, norm_type: float) -> Tensor:
         """Return the norm of all stages' gradients after the last step, the same on every rank; all ranks call it."""
         with self._meeting(all_ranks=True):
+            self.failures.at(self.numbers.next_step - 1, Moment.CLIP)
             return self._parts.norms.total(self.numbers.next_step - 1, norm_type, self._context.options.timeout)
 
     def found_anywhere(self, has_property: bool) -> bool:
@@ -390,6 +395,11 @@ class Worker:
         return self._context.device
 
     @property
+    def failures(self) -> Failures:
+        """Has this worker fail as injected."""
+        return self._context.failures
+
+    @property
     def monitor(self) -> Monitor:
         """Records this rank's ops and messages."""
         return self._context.monitor
@@ -462,6 +472,7 @@ class Worker:
     def _reporting_errors(self) -> Generator[None]:
         """Report an error to all ranks, and raise the first failure of any rank in its place."""
         try:
+            self.failures.at(self.numbers.next_step - 1, Moment.OPTIMIZER)
             yield
         except Exception as error:
             ended_by = self._aborted_by if isinstance(error, PeerLostError) else None

@@ -508,7 +508,8 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ),
     (
         "fault '…': expected such as 'delay 1-2 60ms @8', 'delay 1>2@replica0 60ms @8..20', 'rate 1>2 50MB @8', "
-        "'rate 1-2 /6 @8', 'lossy 1-2 5% 200ms @8', 'slow 2 1.5x @8', 'slow 1.2 5ms' or 'freeze 1.2 @8 5s'",
+        "'rate 1-2 /6 @8', 'lossy 1-2 5% 200ms @8', 'slow 2 1.5x @8', 'slow 1.2 5ms', 'break 1.2 @8', 'kill 1.2 @8:2W3' or "
+        "'freeze 1.2 @8 5s'",
         options(faults=["delay 0-1"]),
     ),
     *(
@@ -522,6 +523,37 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     *(
         ("fault '…': there is no replica …: expected replicas of 0..…", options(faults=["slow 0.1 2x", given]))
         for given in ("slow 1.0 2x", "freeze 1.1 @8 5s", "delay 0-1@replica1 5ms")
+    ),
+    ("fault '…': expected a duration, such as '…'", options(faults=["freeze 1 @8"])),
+    *(
+        ("fault '…': expected no duration, such as '…'", options(faults=[given]))
+        for given in ("kill 1 @8 5s", "break 1 @8:1W3 5ms")
+    ),
+    *(
+        (
+            "fault '…': no point '…': expected an F, I, W or B such as 2W3, REDUCE, certificate, optimizer or clip",
+            options(faults=[given]),
+        )
+        for given in (
+            "break 1 @8:begin",
+            "break 1 @8:1STEP",
+            "break 1 @8:1SEND_F0",
+            "freeze 1 @8:1W0@delegate 5s",
+            "break 1 @8:W0",
+        )
+    ),
+    *(
+        ("fault '…': its worker has no op …: expected one of stage … and microbatch 0..…", options(faults=[given]))
+        for given in ("break 1 @8:0W3", "break 1 @8:1W4")
+    ),
+    (
+        "fault '…': one replica has no sum over replicas: expected several, or another point",
+        options(faults=["break 1 @8:REDUCE"]),
+    ),
+    (
+        "fault '…': all workers are threads of this process, which would end: expected a process for each, as under torchrun, "
+        "or '…'",
+        options(faults=["kill 1 @8:1W3"]),
     ),
     (
         "fault '…': edge …→… has no rate to divide in step …: expected another fault such as '…'",

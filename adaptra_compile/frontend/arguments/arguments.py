@@ -144,6 +144,7 @@ class CompileArguments:
                 self._check_edge(f"expected_delays={options.expected_delays!r}", edge)
         for fault in self.faults:
             fault.check_stages(self.stages)
+            fault.check_point(self.placed, self.microbatches, with_loss=self.with_loss)
             fault.check_base(self.faults)
             if fault.peer is not None:
                 self._check_edge(f"fault '{fault}'", (fault.stage, fault.peer))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -23,6 +23,7 @@ from adaptra.program import Program
 from adaptra.program.placement import has_several
 from adaptra.runtime.control.deciding.replanning import Planning
 from adaptra.runtime.control.plans.plan import Edges, Plan
+from adaptra.runtime.injection.failures import FailureLog
 from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.options import Options
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
@@ -86,6 +87,7 @@ class PipelineSpec:
         is_to_come: Whether the stages' parameters had no memory yet when the free bytes were counted.
         guests: The workers whose processes are at home in other replicas.
         crowd: Per rank of a pipeline, the most workers that a process hosts there.
+        failed: The injected failures that have happened in this process.
     """
 
     placement: tuple[int, ...]
@@ -101,6 +103,7 @@ class PipelineSpec:
     is_to_come: bool = False
     guests: frozenset[int] = frozenset()
     crowd: tuple[int, ...] = ()
+    failed: FailureLog = field(default_factory=FailureLog)
 
     def prepare(self, compiled: CompiledStages) -> PlannedPipeline:
         """Plan for these stages.
@@ -131,7 +134,7 @@ class PipelineSpec:
             at_home=frozenset(kept_at_home(compiled, self.placement)),
             guests=self.guests if not initial.program.is_one_pipeline else frozenset(),
         )
-        factory = WorkerFactory(compiled, self.microbatches, planning, self.faults, options, self.reduction)
+        factory = WorkerFactory(compiled, self.microbatches, planning, self.faults, self.failed, options, self.reduction)
         return PlannedPipeline(factory, initial, bandwidth, self._alone(compiled))
 
     def lowered(self, compiled: CompiledStages) -> CompiledStages:

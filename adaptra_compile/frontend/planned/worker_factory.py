@@ -17,6 +17,7 @@ from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.devices.device_clock import OpClock
 from adaptra.runtime.injection.emulation import Pacing
+from adaptra.runtime.injection.failures import FailureLog, Failures
 from adaptra.runtime.injection.faults import Fault, faults_of_worker
 from adaptra.runtime.injection.faulty_transport import FaultyTransport
 from adaptra.runtime.launch.connecting import on_threads
@@ -33,6 +34,7 @@ from adaptra.runtime.worker.stages.loss_reduction import Reduction
 from adaptra.runtime.worker.step.device_turns import DeviceTurns
 from adaptra.runtime.worker.step.rank_context import RankContext
 from adaptra.runtime.worker.worker import Worker
+from adaptra.runtime.world.world import WorkerId
 
 Recorders = dict[int, Recorder]
 """The recorder of each replica whose workers this process has."""
@@ -47,6 +49,7 @@ class WorkerFactory:
         microbatches: Microbatches per step.
         planning: Functions that make later plans.
         faults: Faults to inject, of all workers.
+        failed: The failures among them that have happened.
         options: Options of the runtime.
         reduction: How the losses of microbatches and replicas are reduced to that of the batch.
     """
@@ -55,6 +58,7 @@ class WorkerFactory:
     microbatches: int
     planning: Planning
     faults: Sequence[Fault]
+    failed: FailureLog
     options: Options
     reduction: Reduction
 
@@ -83,7 +87,8 @@ class WorkerFactory:
             transport, replicas, state = parts
             folder = _telemetry(self.options, launched, replicas.index).folder
             stages = stages_of(launched.pipeline_of(transport).rank, initial.case.placement)
-            faults = tuple(faults_of_worker(self.faults, replicas.index, stages))
+            faults, number = tuple(faults_of_worker(self.faults, replicas.index, stages)), WorkerId(transport.rank)
+            may_fail_from = self.failed.enters(number, launched.world, first_step)
             carrier = FaultyTransport(transport, faults) if faults else transport
             opened.callback(carrier.close)
             pipeline = launched.pipeline_of(carrier)
@@ -99,6 +104,7 @@ class WorkerFactory:
                 Monitor(pipeline.rank, placement, read=clock.read),
                 clock,
                 Pacing(emulated, faults),
+                Failures(faults, self.failed, number, may_fail_from, in_threads=launched.in_threads),
                 device,
                 self.options,
                 turns,

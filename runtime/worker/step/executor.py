@@ -22,6 +22,7 @@ from adaptra.profiled import named
 from adaptra.program import Kind, Op, Program
 from adaptra.runtime.devices.device_clock import Mark
 from adaptra.runtime.injection.emulation import Pacing
+from adaptra.runtime.injection.failures import Failures
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
 from adaptra.runtime.worker.step.device_turns import DeviceTurns
@@ -62,6 +63,7 @@ class Executor:
         monitor: Records ops and messages.
         mark: The present time on this rank's device, as :meth:`adaptra.runtime.devices.device_clock.OpClock.mark`.
         turns: The turns of the workers of this process; None if there is one.
+        failures: Has the worker fail as injected.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class Executor:
         monitor: Monitor,
         mark: Callable[[], Mark],
         turns: DeviceTurns | None = None,
+        failures: Failures | None = None,
     ) -> None:
         self.program = program
         self._order = program.orders[rank]
@@ -87,6 +90,7 @@ class Executor:
         self._monitor = monitor
         self._mark = mark
         self._turns = turns
+        self._failures = failures
         self._last = program.stages - 1
         self._values: dict[Op, tuple[Tensor, ...]] = {}
 
@@ -235,6 +239,8 @@ class Executor:
             with named(op):
                 yield at
             self._pacing.pad(op.stage, op.kind, step, at)
+            if self._failures is not None and op.replica == self._home:
+                self._failures.at(step, op)
             self._monitor.op(op, mark, self._mark())
         self._messages.release_after(op)
 

@@ -9,6 +9,7 @@ import torch
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.devices.device_clock import OpClock
 from adaptra.runtime.injection.emulation import Pacing
+from adaptra.runtime.injection.failures import Failures
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.membership.process_membership import ProcessMembership
 from adaptra.runtime.options import Options
@@ -31,6 +32,7 @@ class RankContext:
         monitor: Records ops, messages, the flights of probes and the sum over replicas.
         clock: Marks the start and end of ops on this rank's device.
         pacing: Lengthens ops on emulated devices and slowed stages.
+        failures: Has the worker fail as injected.
         device: The device of this rank's stages.
         options: Options of the runtime.
         turns: The turns of the workers of this process at its device; None if there is one worker.
@@ -45,6 +47,7 @@ class RankContext:
     monitor: Monitor
     clock: OpClock
     pacing: Pacing
+    failures: Failures
     device: torch.device
     options: Options
     turns: DeviceTurns | None = None

@@ -188,7 +188,15 @@ class RankPrograms:
         timeout = context.options.timeout
         messages = ProgramMessages(lowered, shapes, batch, carrier, context.monitor, timeout, context.clock.mark, code)
         return Executor(
-            lowered, carrier.rank, stages, messages, context.pacing, context.monitor, context.clock.mark, context.turns
+            lowered,
+            carrier.rank,
+            stages,
+            messages,
+            context.pacing,
+            context.monitor,
+            context.clock.mark,
+            context.turns,
+            context.failures,
         )
 
     def _reserve(self, executor: Executor, number: int) -> None:

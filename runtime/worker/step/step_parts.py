@@ -13,6 +13,7 @@ from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Program
 from adaptra.program.placement import stages_of
 from adaptra.runtime.data_parallel.replica_buffers import ReplicaBuffers
+from adaptra.runtime.injection.points import Moment
 from adaptra.runtime.outputs.step_outputs import StepOutputs
 from adaptra.runtime.step_messages.gradient_norms import GradientNorms
 from adaptra.runtime.step_messages.probes import Probes
@@ -171,9 +172,11 @@ class StepParts:
             )
             self.gradients.end_step()
             self.buffers.end()
+        self._context.failures.at(step, Moment.REDUCE)
         self.end.reduce()
         losses = shape.losses.end_step(timeout)
         certificate = self.end.certify(Contribution(replica, shape.shape.rows, losses))
+        self._context.failures.at(step, Moment.CERTIFICATE)
         self.end.commit(certificate)
         self._probes.end_step(timeout)
         return certificate.losses

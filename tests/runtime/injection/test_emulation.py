@@ -87,17 +87,3 @@ def test_without_a_device_and_faults_nothing_waits(clock: Clock) -> None:
 
 def test_a_slow_stage_without_a_device_stretches_what_the_op_took(clock: Clock) -> None:
     assert lasting(clock, Pacing(None, [Fault.parse("slow 0 4x")]), 0, Kind.F, took=0.02) == pytest.approx(0.08)
-
-
-def test_a_worker_freezes_in_its_first_op_of_the_step_alone(clock: Clock) -> None:
-    """Also if other steps are evaluated before its next op, and not by a factor longer."""
-    pacing = Pacing(EmulatedDevice(0.02, 0.02, 0.02).apply(COST), [Fault.parse("freeze 1 @4 5s"), Fault.parse("slow 1 3x")])
-    assert lasting(clock, pacing, 1, Kind.F, step=3) == pytest.approx(0.06)
-    assert lasting(clock, pacing, 1, Kind.F, step=4) == pytest.approx(5.06)
-    assert lasting(clock, pacing, 1, Kind.F, step=-1) == pytest.approx(0.02)
-    assert lasting(clock, pacing, 1, Kind.I, step=4) == pytest.approx(0.06)
-    assert lasting(clock, pacing, 1, Kind.F, step=5) == pytest.approx(0.06)
-
-
-def test_a_worker_freezes_without_a_device(clock: Clock) -> None:
-    assert lasting(clock, Pacing(None, [Fault.parse("freeze 0 @0 5s")]), 0, Kind.F, took=0.02) == pytest.approx(5.02)

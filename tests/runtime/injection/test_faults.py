@@ -7,22 +7,25 @@ import threading
 from collections.abc import Sequence
 
 import pytest
+from errors_table import check_documented
 from hypothesis import given
 from hypothesis import strategies as st
 from transport_bodies import LARGE, SMALL, backward, bulk, forward, make
 
 from adaptra.errors import CaseError, TransportError
+from adaptra.program import Kind, Op
 from adaptra.runtime.injection.faults import (
+    FAILURES,
     Effect,
     Fault,
     compute_extra,
     compute_factor,
-    compute_freeze,
     faults_of_worker,
     link_delay,
     link_occupancy,
 )
 from adaptra.runtime.injection.faulty_transport import FaultyTransport
+from adaptra.runtime.injection.points import Moment, Point
 from adaptra.runtime.transports.base import Identity
 from adaptra.runtime.transports.local import LocalHub
 
@@ -50,6 +53,12 @@ from adaptra.runtime.transports.local import LocalHub
         ("slow 0.2 5ms", Fault(Effect.EXTRA, 0.005, 2, replica=0)),
         ("freeze 1.2 @8 5s", Fault(Effect.FREEZE, 5, 2, from_step=8, replica=1)),
         ("freeze 2 @0 1.5ms", Fault(Effect.FREEZE, 0.0015, 2)),
+        ("break 1.2 @8", Fault(Effect.BREAK, 0, 2, from_step=8, replica=1)),
+        ("kill 1.2 @8:2W3", Fault(Effect.KILL, 0, 2, from_step=8, replica=1, point=Op(2, Kind.W, 3))),
+        ("kill 2 @0:REDUCE", Fault(Effect.KILL, 0, 2, point=Moment.REDUCE)),
+        ("break 0.1 @8:certificate", Fault(Effect.BREAK, 0, 1, from_step=8, replica=0, point=Moment.CERTIFICATE)),
+        ("freeze 1.2 @8:optimizer 5s", Fault(Effect.FREEZE, 5, 2, from_step=8, replica=1, point=Moment.OPTIMIZER)),
+        ("freeze 1.2 @8:clip 5s", Fault(Effect.FREEZE, 5, 2, from_step=8, replica=1, point=Moment.CLIP)),
     ],
 )
 def test_text_form(text: str, fault: Fault) -> None:
@@ -70,6 +79,7 @@ AMOUNTS = st.floats(1e-9, 1e12, allow_nan=False)
     steps=st.none() | st.integers(1, 99),
     share=st.floats(1e-9, 1.0),
     replica=st.none() | st.integers(0, 99),
+    point=st.sampled_from(Moment) | st.builds(Op, st.integers(0, 9), st.sampled_from("FIWB").map(Kind), st.integers(0, 99)),
 )
 def test_text_form_round_trips(
     effect: Effect,
@@ -81,18 +91,21 @@ def test_text_form_round_trips(
     steps: int | None,
     share: float,
     replica: int | None,
+    point: Point,
 ) -> None:
     is_edge = effect in {Effect.DELAY, Effect.RATE, Effect.DIVISOR, Effect.LOSS}
+    fails = effect in FAILURES
     fault = Fault(
         effect,
-        amount + 1 if effect in {Effect.FACTOR, Effect.DIVISOR} else amount,
+        amount + 1 if effect in {Effect.FACTOR, Effect.DIVISOR} else 0 if effect in {Effect.BREAK, Effect.KILL} else amount,
         stage,
         stage + away if is_edge else None,
         both_ways and is_edge,
         first,
-        None if steps is None or effect is Effect.FREEZE else first + steps,
+        None if steps is None or fails else first + steps,
         share if effect is Effect.LOSS else 1.0,
         replica,
+        point if fails else Moment.BEGIN,
     )
     assert Fault.parse(str(fault)) == fault
 
@@ -145,6 +158,21 @@ def test_text_form_round_trips(
         "freeze 1.2 @8..9 5s",
         "freeze 1.2 @8 5x",
         "freeze 1-2 @8 5s",
+        "kill 1.2",
+        "kill 1.2 @8 5s",
+        "kill 1-2 @8",
+        "kill 1.2@replica1 @8",
+        "break 1.2 @8..9",
+        "break 1.2 @8: 2W3",
+        "break 1.2 @8:",
+        "break 1.2 @8:begin",
+        "break 1.2 @8:reduce",
+        "break 1.2 @8:2STEP",
+        "break 1.2 @8:1:2W3",
+        "break 1.2 @8:2W",
+        "break 1.2 @8:2SEND_F3",
+        "break 1.2 @8:2F3@delegate",
+        "slow 1.2 2x @8:2W3",
         "delay 1-2 60ms; rate 1>2 5MB",
     ],
 )
@@ -163,9 +191,18 @@ def test_only_a_lossy_edge_has_a_share() -> None:
         Fault(Effect.DELAY, 0.06, 1, 2, share=0.5)
 
 
-def test_a_worker_freezes_once() -> None:
-    with pytest.raises(CaseError, match=r"fault freeze @8\.\.9: expected one step, as a worker freezes once"):
+def test_a_worker_fails_once() -> None:
+    with pytest.raises(CaseError, match=r"fault freeze @8\.\.9: expected one step, as a worker fails once"):
         Fault(Effect.FREEZE, 5.0, 2, from_step=8, until_step=9)
+
+
+@pytest.mark.parametrize("text", ["break 1 @8:REDUCE", "kill 1 @8:certificate"])
+def test_a_function_without_a_loss_has_no_sum_and_no_certificate_in_its_step(text: str) -> None:
+    Fault.parse(text).check_point([0, 1], 4, with_loss=True)
+    with pytest.raises(CaseError) as refused:
+        Fault.parse(text).check_point([0, 1], 4, with_loss=False)
+    row = "fault '…': the function returns no loss: expected another point than …"
+    check_documented("CaseError", str(refused.value), row)
 
 
 @pytest.mark.parametrize("text", ["slow 1.0 2x", "freeze 1.0 @8 5s", "delay 0-1@replica1 5ms", "rate 0>1@replica1 /2"])
@@ -233,21 +270,21 @@ def test_the_lowest_rate_is_divided_and_divisors_multiply() -> None:
 
 
 def test_a_worker_gets_its_own_faults_and_those_of_all_replicas() -> None:
-    texts = ["slow 1 2x", "slow 1.1 3x", "slow 0.1 4x", "slow 1.0 5x", "freeze 1.1 @8 5s", "freeze 1 @9 1s", "freeze 0 @8 9s"]
+    texts = ["slow 1 2x", "slow 1.1 3x", "slow 0.1 4x", "slow 1.0 5x", "freeze 1.1 @8 5s", "kill 1 @9", "freeze 0 @8 9s"]
     texts += ["delay 0-1 5ms", "delay 0-1@replica1 6ms", "delay 0-1@replica0 7ms"]
     mine = tuple(faults_of_worker(map(Fault.parse, texts), 1, [1]))
     assert [compute_factor(mine, stage, 0) for stage in (0, 1)] == [1, 6]
-    assert [compute_freeze(mine, step) for step in (7, 8, 9, 10)] == [0, 5, 1, 0]
+    assert [str(one) for one in mine if one.effect in FAILURES] == ["freeze 1.1 @8 5s", "kill 1 @9"]
     assert link_delay(mine, forward(0)) == pytest.approx(0.011)
 
 
 def test_a_slow_worker_is_slow_at_all_its_stages_and_a_slow_stage_alone() -> None:
-    """A worker with several stages may be named by any of them. It freezes as a whole, once."""
+    """A worker with several stages may be named by any of them. It fails as a whole, once."""
     faults = tuple(map(Fault.parse, ("slow 1.3 2x", "slow 1.0 5ms", "slow 3 3x", "freeze 1.3 @8 5s")))
     mine = tuple(faults_of_worker(faults, 1, [0, 3]))
     assert [compute_factor(mine, stage, 8) for stage in (0, 3)] == [2, 6]
     assert [compute_extra(mine, stage, 8) for stage in (0, 3)] == [0.005, 0.005]
-    assert compute_freeze(mine, 8) == 5
+    assert [str(one) for one in mine if one.effect in FAILURES] == ["freeze 1.3 @8 5s"]
     other = tuple(faults_of_worker(faults, 0, [0, 3]))
     assert [compute_factor(other, stage, 8) for stage in (0, 3)] == [1, 3]
 
