@@ -1,4 +1,4 @@
-"""Workers that fail as injected: their connections break, or their process is killed or stopped for a while.
+"""Workers that fail as injected: their connections break, or are cut for a while, or their process is killed or stopped.
 
 Each failure acts once in a process, also where its step is done again by other workers.
 """
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from adaptra.errors import TransportError
@@ -66,15 +66,24 @@ class Failures:
         log: Those that have happened in this process.
         worker: The worker.
         first_step: The first step in which it may fail.
+        cut: Holds the worker's messages back for some seconds.
         in_threads: Whether all workers of the job are threads of this process.
     """
 
     def __init__(
-        self, faults: Iterable[Fault], log: FailureLog, worker: WorkerId, first_step: int, *, in_threads: bool
+        self,
+        faults: Iterable[Fault],
+        log: FailureLog,
+        worker: WorkerId,
+        first_step: int,
+        cut: Callable[[float], None],
+        *,
+        in_threads: bool,
     ) -> None:
         self._to_come = [one for one in faults if one.effect in FAILURES and one.from_step >= first_step]
         self._log = log
         self._worker = worker
+        self._cut = cut
         self._in_threads = in_threads
 
     def at(self, step: int, point: Point) -> None:
@@ -99,6 +108,8 @@ class Failures:
                 time.sleep(failure.amount)
             case Effect.FREEZE:
                 stop_for(failure.amount)
+            case Effect.CUT:
+                self._cut(failure.amount)
             case _:
                 raise TransportError(f"fault '{failure}': the connections of worker {self._worker} are broken: {_RESET}")
 

@@ -12,12 +12,14 @@ The text form of a fault is one line::
     break 2 @8                 the connections of the worker of stage 2 break in step 8: an error as a reset one gives
     kill 2 @8                  its process ends at once (SIGKILL)
     freeze 2 @8 5s             its process stops for 5 s (SIGSTOP); where all workers are threads, its thread alone
+    cut 2 @8 3s                no message leaves that worker or reaches it for 3 s, as when a cable is pulled; only what
+                               adaptra's transports carry, which sums over replicas and signs of life are not
 
 They hit every replica of the job, unless they name one::
 
     delay 1-2@replica0 60ms @8      only the messages of replica 0; so with ``rate`` and ``lossy``
     slow 1.2 1.5x @8                only the worker of replica 1 that has stage 2, in the ops of all its stages
-    kill 1.2 @8                     only that worker; so with ``break`` and ``freeze``
+    kill 1.2 @8                     only that worker; so with ``break``, ``freeze`` and ``cut``
 
 Failures act once in a process's life, at the begin of the step unless a point in it follows::
 
@@ -76,18 +78,21 @@ class Effect(Enum):
     """No amount: the process of a worker is killed."""
     FREEZE = "freeze"
     """Seconds for which the process of a worker is stopped once."""
+    CUT = "cut"
+    """Seconds for which no message leaves or reaches a worker, once."""
 
 
 _TIMES: Final = {"s": 1, "ms": 1000, "us": 1000000}
 _RATES: Final = {"GB": 1000000000, "MB": 1000000, "kB": 1000, "B": 1}
 _EXPECTED: Final = (
     "expected such as 'delay 1-2 60ms @8', 'delay 1>2@replica0 60ms @8..20', 'rate 1>2 50MB @8', 'rate 1-2 /6 @8', "
-    "'lossy 1-2 5% 200ms @8', 'slow 2 1.5x @8', 'slow 1.2 5ms', 'break 1.2 @8', 'kill 1.2 @8:2W3' or 'freeze 1.2 @8 5s'"
+    "'lossy 1-2 5% 200ms @8', 'slow 2 1.5x @8', 'slow 1.2 5ms', 'break 1.2 @8', 'kill 1.2 @8:2W3', 'freeze 1.2 @8 5s' or "
+    "'cut 1.2 @8 3s'"
 )
 _EDGES: Final = frozenset({Effect.DELAY, Effect.RATE, Effect.DIVISOR, Effect.LOSS})
-FAILURES: Final = frozenset({Effect.BREAK, Effect.KILL, Effect.FREEZE})
+FAILURES: Final = frozenset({Effect.BREAK, Effect.KILL, Effect.FREEZE, Effect.CUT})
 """The effects that act once, at a point of a step."""
-_LASTING: Final = frozenset({Effect.FREEZE})
+_LASTING: Final = frozenset({Effect.FREEZE, Effect.CUT})
 _LEAST: Final = {Effect.RATE: math.ulp(0.0), Effect.DIVISOR: 1.0, Effect.FACTOR: 1.0}
 _NUMBER: Final = r"\d+(?:\.\d+)?"
 _AMOUNT: Final = rf"(?P<number>{_NUMBER})"
@@ -103,7 +108,7 @@ _FORMS: Final = tuple(
         rf"(?P<what>rate) {_EDGE} {_AMOUNT}(?P<unit>GB|MB|kB|B){_SPAN}",
         rf"(?P<what>rate) {_EDGE} (?P<unit>/){_AMOUNT}{_SPAN}",
         rf"(?P<what>slow) {_WORKER} {_AMOUNT}(?P<unit>x|s|ms|us){_SPAN}",
-        rf"(?P<what>break|kill|freeze) {_WORKER} @(?P<first>{NUMBER})(?::(?P<point>\S+))?(?: {_SECONDS})?",
+        rf"(?P<what>break|kill|freeze|cut) {_WORKER} @(?P<first>{NUMBER})(?::(?P<point>\S+))?(?: {_SECONDS})?",
     )
 )
 
@@ -296,7 +301,7 @@ class Fault:
                 what, amount = "slow", f"{_decimal(self.amount)}x"
             case Effect.EXTRA:
                 what, amount = "slow", _seconds(self.amount)
-            case Effect.BREAK | Effect.KILL | Effect.FREEZE:
+            case Effect.BREAK | Effect.KILL | Effect.FREEZE | Effect.CUT:
                 point = "" if self.point is Moment.BEGIN else f":{self.point}"
                 amount = f" {_seconds(self.amount)}" if self.effect in _LASTING else ""
                 return f"{self.effect.value} {where} @{self.from_step}{point}{amount}"

@@ -1,4 +1,4 @@
-"""Fault injection for messages: a transport whose links turn slow as configured.
+"""Fault injection for messages: a transport whose links turn slow, or are cut for a while, as configured.
 
 Each affected message is delayed at its sender, several at a time as on a real link, and the sending rank itself never waits. As
 in :class:`adaptra.simulation.cost.CostModel`, messages queue for each other's occupancy (bytes / rate), never for their
@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from adaptra.errors import TransportError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program import Program
-from adaptra.runtime.injection.faults import Fault, link_delay, link_occupancy
+from adaptra.runtime.injection.faults import Effect, Fault, link_delay, link_occupancy
 from adaptra.runtime.transports.base import ChannelClass, Identity, LaneTraffic, PathCounts, Pending, Transport, now
 from adaptra.runtime.transports.pending import wait_for
 from adaptra.runtime.world.world import Attempt
@@ -63,6 +64,30 @@ class _HeldSend(Pending):
         return self._inner.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
 
+class _CutReceive(Pending):
+    """A receive whose message comes no earlier than a cut ends."""
+
+    def __init__(self, inner: Pending, transport: FaultyTransport) -> None:
+        self.identity = inner.identity
+        self.inner = inner
+        self._transport = transport
+
+    @property
+    def done(self) -> bool:
+        """True if :meth:`wait` returns or raises at once."""
+        return self.inner.done and not self._transport.is_cut_at(self.inner.arrived_at)
+
+    def wait(self, timeout: float | None = None) -> tuple[Tensor, ...]:
+        """See :meth:`Pending.wait`."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        tensors = self.inner.wait(timeout)
+        if self._transport.is_cut_at(self.inner.arrived_at):
+            self._transport.await_end_of_cut(self.identity, deadline)
+        self.sent_at, self.departed_at = self.inner.sent_at, self.inner.departed_at
+        self.arrived_at = self._transport.after_cut(self.inner.arrived_at)
+        return tensors
+
+
 @dataclass(order=True, slots=True)
 class _Held:
     """A delayed message and its due time."""
@@ -73,6 +98,14 @@ class _Held:
     tensors: Sequence[Tensor] = field(compare=False)
     posted_at: float = field(compare=False)
     pending: _HeldSend = field(compare=False)
+
+
+@dataclass(slots=True)
+class _Channel:
+    """A channel to a rank: when its last delayed message is due, and how many are held."""
+
+    last_due: float = 0.0
+    held: int = 0
 
 
 class FaultyTransport(Transport):
@@ -98,10 +131,10 @@ class FaultyTransport(Transport):
         self._held: list[_Held] = []
         self._ordinal = 0
         self._edge_free: dict[tuple[int, int], float] = {}
-        self._last_due: dict[tuple[int, ChannelClass], float] = {}
-        self._held_on: dict[tuple[int, ChannelClass], int] = {}
+        self._channels: defaultdict[tuple[int, ChannelClass], _Channel] = defaultdict(_Channel)
         self._error: Exception | None = None
         self._ends = False
+        self._cut = (0.0, 0.0)
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         name = f"adaptra rank {self.rank} faults"
         self._thread = threading.Thread(target=self._release_in_time, args=(device,), name=name, daemon=True)
@@ -113,24 +146,53 @@ class FaultyTransport(Transport):
         """See :meth:`Transport.send`."""
         posted_at = now() if posted_at is None else posted_at
         delay, occupancy = link_delay(self.faults, identity), link_occupancy(self.faults, identity)
-        channel = (destination_rank, identity.channel)
         with self._condition:
+            channel = self._channels[destination_rank, identity.channel]
             if self._error is not None:
                 raise self._error
-            if not delay and not occupancy and not self._held_on.get(channel):
+            if not delay and not occupancy and not channel.held and self._cut[1] <= now():
                 return self._transport.send(destination_rank, identity, tensors, posted_at=posted_at)
             departed = posted_at
             if occupancy:
                 departed = max(posted_at, self._edge_free.get(identity.edge, 0.0)) + occupancy
                 self._edge_free[identity.edge] = departed
-            due = max(departed + delay, self._last_due.get(channel, 0.0))
-            self._last_due[channel] = due
-            self._held_on[channel] = self._held_on.get(channel, 0) + 1
+            channel.last_due = due = max(departed + delay, channel.last_due)
+            channel.held += 1
             self._ordinal += 1
             pending = _HeldSend(identity)
             heapq.heappush(self._held, _Held(due, self._ordinal, destination_rank, tuple(tensors), posted_at, pending))
             self._condition.notify_all()
         return pending
+
+    def cut(self, seconds: float) -> None:
+        """Let no message leave or come for some seconds. They are held, and go on their way afterwards."""
+        with self._condition:
+            self._cut = now(), now() + seconds
+
+    def is_cut_at(self, instant: float) -> bool:
+        """Return whether what arrived at a time is held, as a cut has not ended."""
+        begin, end = self._cut
+        return begin <= instant and now() < end
+
+    def after_cut(self, instant: float) -> float:
+        """Return when that came which arrived at a time."""
+        begin, end = self._cut
+        return max(instant, end) if begin <= instant else instant
+
+    def await_end_of_cut(self, identity: Identity, deadline: float | None) -> None:
+        """Wait until the cut has ended.
+
+        Raises:
+            TransportError: It has not ended by then.
+            Exception: The error that has ended the transport meanwhile.
+        """
+        with self._condition:
+            while self._error is None and (left := self._cut[1] - now()) > 0:
+                if deadline is not None and deadline <= now():
+                    raise TransportError(f"{identity}: held by a fault that cuts rank {self.rank} off")
+                self._condition.wait(left if deadline is None else min(left, deadline - now()))
+            if self._error is not None:
+                raise self._error
 
     @property
     def attempt(self) -> Attempt:
@@ -142,7 +204,8 @@ class FaultyTransport(Transport):
         with self._condition:
             self._transport.begin(attempt)
             held, self._held = self._held, []
-            self._held_on.clear()
+            for channel in self._channels.values():
+                channel.held = 0
         for each in held:
             each.pending.fail(TransportError(f"{each.pending.identity}: held by a fault until {attempt} began"))
 
@@ -153,11 +216,12 @@ class FaultyTransport(Transport):
 
     def receive(self, source_rank: int, identity: Identity) -> Pending:
         """See :meth:`Transport.receive`."""
-        return self._transport.receive(source_rank, identity)
+        receive = self._transport.receive(source_rank, identity)
+        return _CutReceive(receive, self) if any(one.effect is Effect.CUT for one in self.faults) else receive
 
     def release(self, pending: Pending) -> None:
         """See :meth:`Transport.release`."""
-        self._transport.release(pending)
+        self._transport.release(pending.inner if isinstance(pending, _CutReceive) else pending)
 
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
         """See :meth:`Transport.reserve`."""
@@ -215,7 +279,7 @@ class FaultyTransport(Transport):
             torch.cuda.set_device(device)
         while True:
             with self._condition:
-                while self._held and (left := self._held[0].due - now()) > 0:
+                while self._held and (left := max(self._held[0].due, self._cut[1]) - now()) > 0:
                     self._condition.wait(left)
                 if not self._held:
                     if self._ends or self._error is not None:
@@ -231,4 +295,4 @@ class FaultyTransport(Transport):
                     held.pending.fail(error)
                 else:
                     held.pending.hand(inner)
-                self._held_on[held.destination_rank, identity.channel] -= 1
+                self._channels[held.destination_rank, identity.channel].held -= 1

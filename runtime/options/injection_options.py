@@ -18,7 +18,7 @@ class InjectionOptions:
 
     Attributes:
         faults: Faults to inject, such as ``"delay 1-2 60ms @8"`` or ``"slow 1.2 2x"``, which slows the worker of replica 1 that
-            has stage 2: see :mod:`adaptra.runtime.injection.faults`.
+            has stage 2. ``"kill 1.2 @8"`` ends its process. See :mod:`adaptra.runtime.injection.faults`.
         emulate: Pad every op to a stated duration by sleeping, to see the timeline of devices that this machine doesn't have.
 
     Raises:

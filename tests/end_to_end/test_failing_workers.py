@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import pytest
+import torch
 from models import EXAMPLES
 from processes import run_processes
 from training import compiled
@@ -117,3 +118,25 @@ def test_a_broken_worker_lives_and_is_named_to_all(text: str, stages: int) -> No
     assert type(broken.error) is TransportError and f"fault '{text}'" in str(broken.error)
     assert isinstance(other.error, PeerLostError) and other.error.rank == 1 and f"fault '{text}'" in str(other.error)
     assert broken.steps == other.steps == 1
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_cut_worker_is_late_and_no_number_changes() -> None:
+    (inputs,), _, targets = MLP.rows(ROWS, seed=0)
+    runs: list[list[float]] = []
+    seconds: list[float] = []
+    for faults in ([], ["cut 1 @1:1F1 300ms"]):
+        options = adaptra.Options(adapt=False, faults=faults)
+        with compiled(MLP, MLP.rows(ROWS, seed=0), stages=2, microbatches=4, options=options) as pipe:
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+            losses = []
+            for step in range(3):
+                started = time.monotonic()
+                losses.append(pipe.step(inputs, targets).item())
+                if faults and step == 1:
+                    seconds.append(time.monotonic() - started)
+                optimizer.step()
+                optimizer.zero_grad()
+            runs.append(losses)
+    assert runs[0] == runs[1] and len(set(runs[0])) == 3
+    assert seconds[0] >= 0.3

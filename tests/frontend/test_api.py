@@ -508,8 +508,8 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ),
     (
         "fault '…': expected such as 'delay 1-2 60ms @8', 'delay 1>2@replica0 60ms @8..20', 'rate 1>2 50MB @8', "
-        "'rate 1-2 /6 @8', 'lossy 1-2 5% 200ms @8', 'slow 2 1.5x @8', 'slow 1.2 5ms', 'break 1.2 @8', 'kill 1.2 @8:2W3' or "
-        "'freeze 1.2 @8 5s'",
+        "'rate 1-2 /6 @8', 'lossy 1-2 5% 200ms @8', 'slow 2 1.5x @8', 'slow 1.2 5ms', 'break 1.2 @8', 'kill 1.2 @8:2W3', "
+        "'freeze 1.2 @8 5s' or 'cut 1.2 @8 3s'",
         options(faults=["delay 0-1"]),
     ),
     *(
@@ -524,7 +524,7 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         ("fault '…': there is no replica …: expected replicas of 0..…", options(faults=["slow 0.1 2x", given]))
         for given in ("slow 1.0 2x", "freeze 1.1 @8 5s", "delay 0-1@replica1 5ms")
     ),
-    ("fault '…': expected a duration, such as '…'", options(faults=["freeze 1 @8"])),
+    *(("fault '…': expected a duration, such as '…'", options(faults=[given])) for given in ("freeze 1 @8", "cut 1 @8:1W3")),
     *(
         ("fault '…': expected no duration, such as '…'", options(faults=[given]))
         for given in ("kill 1 @8 5s", "break 1 @8:1W3 5ms")

@@ -89,7 +89,9 @@ class WorkerFactory:
             stages = stages_of(launched.pipeline_of(transport).rank, initial.case.placement)
             faults, number = tuple(faults_of_worker(self.faults, replicas.index, stages)), WorkerId(transport.rank)
             may_fail_from = self.failed.enters(number, launched.world, first_step)
-            carrier = FaultyTransport(transport, faults) if faults else transport
+            faulty = FaultyTransport(transport, faults) if faults else None
+            carrier = transport if faulty is None else faulty
+            cut = _nothing if faulty is None else faulty.cut
             opened.callback(carrier.close)
             pipeline = launched.pipeline_of(carrier)
             device = next((one.device for one in state.values()), launched.device)
@@ -104,7 +106,7 @@ class WorkerFactory:
                 Monitor(pipeline.rank, placement, read=clock.read),
                 clock,
                 Pacing(emulated, faults),
-                Failures(faults, self.failed, number, may_fail_from, in_threads=launched.in_threads),
+                Failures(faults, self.failed, number, may_fail_from, cut, in_threads=launched.in_threads),
                 device,
                 self.options,
                 turns,
@@ -172,6 +174,10 @@ def open_recorders(options: RecordingOptions, launched: Launch) -> Recorders:
             opened.callback(recorders[replica].close)
         opened.pop_all()
     return recorders
+
+
+def _nothing(_seconds: float) -> None:
+    """Cut nothing, as the worker has no faults."""
 
 
 def close_all(recorders: Recorders) -> None:

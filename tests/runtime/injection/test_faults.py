@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -53,6 +54,7 @@ from adaptra.runtime.transports.local import LocalHub
         ("slow 0.2 5ms", Fault(Effect.EXTRA, 0.005, 2, replica=0)),
         ("freeze 1.2 @8 5s", Fault(Effect.FREEZE, 5, 2, from_step=8, replica=1)),
         ("freeze 2 @0 1.5ms", Fault(Effect.FREEZE, 0.0015, 2)),
+        ("cut 1.2 @8:REDUCE 3s", Fault(Effect.CUT, 3, 2, from_step=8, replica=1, point=Moment.REDUCE)),
         ("break 1.2 @8", Fault(Effect.BREAK, 0, 2, from_step=8, replica=1)),
         ("kill 1.2 @8:2W3", Fault(Effect.KILL, 0, 2, from_step=8, replica=1, point=Op(2, Kind.W, 3))),
         ("kill 2 @0:REDUCE", Fault(Effect.KILL, 0, 2, point=Moment.REDUCE)),
@@ -158,6 +160,9 @@ def test_text_form_round_trips(
         "freeze 1.2 @8..9 5s",
         "freeze 1.2 @8 5x",
         "freeze 1-2 @8 5s",
+        "cut 1.2 @8",
+        "cut 1.2 3s",
+        "cut 1-2 @8 3s",
         "kill 1.2",
         "kill 1.2 @8 5s",
         "kill 1-2 @8",
@@ -418,6 +423,38 @@ def test_closing_sends_what_is_held_and_an_abort_drops_it() -> None:
     aborted.close()
     assert not receiver.receive(0, forward(1)).done
     assert not [thread.name for thread in threading.enumerate() if thread.name.endswith("faults")]
+
+
+def test_a_cut_holds_what_leaves_and_what_comes_and_then_lets_it_go_in_order() -> None:
+    """What had come before is not held. Messages between other ranks go on."""
+    with Pair("cut 1 @8 5s") as pair:
+        free, cut = pair.ends
+        free.send(1, forward(0), make(forward(0)))
+        before, later = cut.receive(0, forward(0)), cut.receive(0, forward(1))
+        begun = time.monotonic()
+        cut.cut(0.3)
+        assert before.done and before.wait(100)
+        free.send(1, forward(1), make(forward(1)))
+        sent = [cut.send(0, backward(number), make(backward(number))) for number in range(2)]
+        come = [free.receive(1, backward(number)) for number in range(2)]
+        assert not any(one.done for one in (later, *sent, *come))
+        with pytest.raises(TransportError, match=r"0SEND_F1 .*held by a fault that cuts rank 1 off"):
+            later.wait(0.001)
+        assert later.wait(100) and later.arrived_at >= begun + 0.3 and before.arrived_at < begun
+        assert [one.wait(100) for one in come] and time.monotonic() >= begun + 0.3
+        assert [one.arrived_at >= begun + 0.3 for one in come] == [True, True]
+        cut.release(later)
+
+
+def test_an_abort_ends_a_wait_for_a_cut() -> None:
+    with Pair("cut 1 @8 5s") as pair:
+        free, cut = pair.ends
+        cut.cut(100)
+        free.send(1, forward(0), make(forward(0)))
+        receive = cut.receive(0, forward(0))
+        threading.Timer(0.05, cut.abort, [RuntimeError("the reason")]).start()
+        with pytest.raises(RuntimeError, match="the reason"):
+            receive.wait(100)
 
 
 def test_an_error_of_a_held_send_reaches_its_waiter() -> None:

@@ -19,10 +19,11 @@ from adaptra.runtime.injection.points import Moment, Point
 from adaptra.runtime.world.world import ProcessId, WorkerId, World
 
 HERE = WorkerId(3)
+CUT: list[float] = []
 
 
 def failures(*texts: str, log: FailureLog | None = None, first_step: int = 0, in_threads: bool = False) -> Failures:
-    return Failures(map(Fault.parse, texts), log or FailureLog(), HERE, first_step, in_threads=in_threads)
+    return Failures(map(Fault.parse, texts), log or FailureLog(), HERE, first_step, CUT.append, in_threads=in_threads)
 
 
 def breaks(worker: Failures, step: int, point: Point) -> bool:
@@ -115,6 +116,14 @@ def test_a_frozen_process_is_stopped_and_goes_on() -> None:
     assert os.WIFSTOPPED(status) and os.WSTOPSIG(status) == signal.SIGSTOP
     _, status = os.waitpid(child, 0)
     assert os.WIFEXITED(status) and time.monotonic() - stopped > 0.3
+
+
+def test_a_cut_is_of_the_workers_messages() -> None:
+    CUT.clear()
+    worker = failures("cut 2 @8:clip 3s", "cut 2 @9 1s")
+    for step in (8, 9, 8):
+        worker.at(step, Moment.CLIP)
+    assert CUT == [3]
 
 
 def test_a_frozen_thread_waits_by_itself() -> None:
