@@ -236,7 +236,7 @@ class Pipeline(LayoutMethods, ObservationMethods):
             how = {"with_outputs": bool(wanted), "to_all": to_all}
             return worker.step(given.inputs, given.targets, scale, given.number, **how)
 
-        by_rank = session.local.on_every_rank(run, name_of_call("step", wanted))[: len(session.local.home)]
+        by_rank = session.hosted_batches.run(run, name_of_call("step", wanted))[: len(session.local.home)]
         self._losses = by_rank[0][0]
         loss = session.reduction.of_batch(self._losses, batch.shares)
         if not wanted:
@@ -311,7 +311,7 @@ class Pipeline(LayoutMethods, ObservationMethods):
             how = {"with_outputs": bool(outputs) and with_loss, "to_all": to_all}
             return worker.evaluate(given.inputs, given.targets if with_loss else None, given.number, **how)
 
-        by_rank = session.local.on_every_rank(run, name_of_call(call, outputs))[: len(session.local.home)]
+        by_rank = session.hosted_batches.run(run, name_of_call(call, outputs))[: len(session.local.home)]
         losses = by_rank[0][0]
         loss = None if losses is None else session.reduction.of_batch(losses, batch.shares)
         if losses is not None and not outputs:

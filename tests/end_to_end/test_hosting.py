@@ -304,3 +304,37 @@ def test_a_lost_rank_is_named_by_all(victim: int) -> None:
     for rank, found in enumerate(run_processes(lose, 3, victim, may_die=(victim,))):
         if rank != victim:
             assert found[:2] == ("PeerLostError", victim), found
+
+
+def begin_alone(rank: int, replicas: int) -> int:
+    """The host of a guest calls its step once the rank that gives its batch has computed a microbatch."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+    from models import EXAMPLES
+    from training import call, compiled
+
+    dist.init_process_group("gloo")
+    store = dist.distributed_c10d._get_default_store()
+    example = EXAMPLES["skip_mlp"]
+    args, kwargs = call(example.rows(8, 0))
+    with compiled(example, example.rows(8, 0), stages=2, microbatches=MICROBATCHES, replicas=replicas) as pipe:
+        pipe.step(*args, **kwargs)
+        (monitor, *_) = [worker.monitor for worker in pipe.session.workers]
+        record = monitor.op
+
+        def tell(op: Any, start: Any, end: Any) -> None:
+            record(op, start, end)
+            store.set("computed", "")
+
+        if rank == 2:
+            monitor.op = tell
+        elif rank == 1:
+            store.wait(["computed"], timedelta(seconds=30))
+        pipe.step(*args, **kwargs)
+        return len(monitor.records(1).ops)
+
+
+def test_a_rank_that_gives_its_batch_does_not_wait_for_those_that_take_it() -> None:
+    """Else the first stage would begin each step no sooner than the last stage has ended the one before."""
+    assert min(run_processes(begin_alone, 3, 2)) > 0

@@ -1,25 +1,29 @@
 """The batches of other replicas whose workers this process hosts: the process at home there sends them.
 
-A process is given the batch of its home replica alone. So the first process of a replica sends its batch to those that host
-workers of it and are at home elsewhere, before each call. They take it as if they had been given it.
+A process is given the batch of its home replica alone. As a call begins, the first process of a replica sends its batch to
+those that host workers of it and are at home elsewhere. They take it as if they had been given it.
+
+The sender does not wait for them, as they may begin the call later: the last stage may still be in the call before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 
 from adaptra.errors import AdaptraError, BatchError, PeerLostError, PipelineError
 from adaptra.frontend.running.batches import Batches
-from adaptra.frontend.running.local_workers import LocalWorkers
+from adaptra.frontend.running.local_workers import LocalWorkers, Result
 from adaptra.frontend.shapes.shapes import ShapedBatch
 from adaptra.graph import CompiledStages
 from adaptra.runtime.exchange.state_transfer import Handover, receive, send
 from adaptra.runtime.exchange.tensor_memory import why_not_movable
 from adaptra.runtime.membership.process_membership import Listener
 from adaptra.runtime.transports.process_groups import broken_peer, end_waits
+from adaptra.runtime.worker.worker import Worker
 
 _INPUT = "input"
 _TARGET = "target"
@@ -39,6 +43,7 @@ class HostedBatches:
         self._local = local
         self._home = home
         self._guests = guests
+        self._leaving: list[Callable[[], None]] = []
 
     def of(
         self, call: str, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any], *, with_loss: bool, training: bool
@@ -74,23 +79,46 @@ class HostedBatches:
         launched = self._local.launched
         takers = launched.world.takers(launched.replica) if launched.world.giver(launched.replica) == launched.process else ()
         own = self._given(call, args, targets, kwargs, with_loss=with_loss) if takers else Handover()
+        with self._exchanging(call):
+            self._leaving = [send(own, taker, launched.everyone) for taker in takers]
+            arrived = {replica: receive(launched.world.giver(replica), launched.everyone) for replica in self._guests}
+            for replica, given in arrived.items():
+                self._check_call(call, given, launched.world.giver(replica))
+        return arrived
+
+    def run(self, run: Callable[[Worker], Result], call: str) -> list[Result]:
+        """Run a call as :meth:`.local_workers.LocalWorkers.on_every_rank`, which has had its batches from :meth:`of`.
+
+        Nothing is under way after it: another call may use the same group, or end it.
+
+        Raises:
+            PeerLostError: A process that had to take this one's batch is lost.
+            Exception: As ``on_every_rank``.
+        """
+        with self._local.called(call):
+            results = self._local.on_every_rank(run, call)
+            if self._leaving:
+                with self._exchanging(call):
+                    for wait in self._leaving:
+                        wait()
+                self._leaving = []
+        return results
+
+    @contextmanager
+    def _exchanging(self, call: str) -> Generator[None]:
+        """Enclose a wait for other processes, which ends with an error once one of them is lost."""
+        launched = self._local.launched
         listener = Listener(lambda _: end_waits(launched.everyone))
         with self._local.called(call), self._local.changing("batch"):
             launched.membership.add(listener)
             try:
-                waits = [send(own, taker, launched.everyone) for taker in takers]
-                arrived = {replica: receive(launched.world.giver(replica), launched.everyone) for replica in self._guests}
-                for wait in waits:
-                    wait()
+                yield
             except AdaptraError:
                 raise
             except RuntimeError as error:
                 raise self._lost(call, error) from error
             finally:
                 launched.membership.remove(listener)
-            for replica, given in arrived.items():
-                self._check_call(call, given, launched.world.giver(replica))
-        return arrived
 
     def _lost(self, call: str, error: RuntimeError) -> PeerLostError:
         """Return the loss that has ended the exchange, which names the rank if it is known."""
