@@ -56,11 +56,13 @@ class End:
         kind: ``FAILED`` or ``LOST``.
         why: What happened, for users.
         process: The process that failed; None of a loss.
+        call: The number of the last call that counts, for those that are left and wait to know it. 0 if a process failed.
     """
 
     kind: str
     why: str
     process: int | None = None
+    call: int = 0
 
 
 class Progress:
@@ -82,7 +84,7 @@ class Progress:
         return not self.has_said
 
     def say(self, failure: str | None = None) -> Census:
-        """Return what this process says of itself. It is the same every time."""
+        """Return what this process says of itself. How far it has come is the same every time."""
         self.has_said = True
         return Census(self.completed, failure)
 
@@ -106,13 +108,14 @@ def decide(world: World, said: Mapping[int, Census], gone: Mapping[int, str]) ->
     left = [process for process in world.processes if process not in gone]
     if not left or not all(process in said for process in left):
         return None
+    # Where one is certain of a call, all have completed it. So the least of them is the last call that counts.
+    call = min(said[process].completed for process in left)
     try:
         follower = world.without(frozenset(world.processes) - frozenset(left))
     except (StageLostError, DataLostError) as error:
         why = "; ".join(f"rank {process} {reason}" for process, reason in sorted(gone.items()) if process in world.processes)
-        return End(LOST, f"{error} ({why})")
-    # Where one is certain of a call, all have completed it. So the least of them is the last call that counts.
-    return Epoch(follower, min(said[process].completed for process in left))
+        return End(LOST, f"{error} ({why})", call=call)
+    return Epoch(follower, call)
 
 
 def text_of(record: Census | Epoch | End) -> str:

@@ -28,9 +28,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
+from exploring import Trace, ViolationError, explore
 from protocol_world import Bounds, Faults, ModelPlan, World, cloned, frozen
 
 from adaptra.runtime.control.agreement.participant import Participant, Surroundings
@@ -38,10 +38,6 @@ from adaptra.runtime.control.mail.mail import Gathered, Mail, Measured, Proposed
 from adaptra.runtime.control.mail.relay import Relay
 from adaptra.runtime.control_store.schema import decode
 from adaptra.runtime.measuring.measurement import StepMeasurement
-
-
-class ViolationError(Exception):
-    """A property does not hold; the message has the events that lead there."""
 
 
 class _DiesError(BaseException):
@@ -114,52 +110,17 @@ class Model:
         Raises:
             ViolationError: A property does not hold.
         """
-        worlds = [self._initial]
-        numbers = {self._initial.key(): 0}
-        origins: list[tuple[int, str]] = [(0, "start")]
-        predecessors: list[list[int]] = [[]]
-        ended: list[int] = []
         histories: set[tuple[int, ...]] = set()
-        for number, world in enumerate(worlds):
-            path = partial(self._trace, origins, number)
-            is_final = all(self._has_ended(world, rank) for rank in range(self.bounds.ranks) if world.alive[rank])
-            if is_final:
-                ended.append(number)
-                self._check_plans(world, path)
-                if all(world.alive):
-                    histories.add(world.covered[0][: self.bounds.steps])
-            steps_on = False
-            for name, is_fault, successor in self._successors(world, path):
-                steps_on |= not is_fault
-                key = successor.key()
-                found = numbers.get(key)
-                if found is None:
-                    found = numbers[key] = len(worlds)
-                    worlds.append(successor)
-                    origins.append((number, name))
-                    predecessors.append([])
-                if not is_fault:
-                    predecessors[found].append(number)
-            if not steps_on and not is_final:
-                raise ViolationError(f"deadlock after {path()}")
-        can_end = set(ended)
-        waiting = list(ended)
-        while waiting:
-            for number in predecessors[waiting.pop()]:
-                if number not in can_end:
-                    can_end.add(number)
-                    waiting.append(number)
-        if len(can_end) < len(worlds):
-            number = next(number for number in range(len(worlds)) if number not in can_end)
-            raise ViolationError(f"no end can be reached after {self._trace(origins, number)}")
-        return len(worlds), histories
 
-    def _trace(self, origins: list[tuple[int, str]], number: int) -> str:
-        names: list[str] = []
-        while number:
-            number, name = origins[number]
-            names.append(name)
-        return ", ".join(reversed(names)) or "start"
+        def is_end(world: World, path: Trace) -> bool:
+            if not all(self._has_ended(world, rank) for rank in range(self.bounds.ranks) if world.alive[rank]):
+                return False
+            self._check_plans(world, path)
+            if all(world.alive):
+                histories.add(world.covered[0][: self.bounds.steps])
+            return True
+
+        return explore(self._initial, World.key, self._successors, is_end), histories
 
     def _has_ended(self, world: World, rank: int) -> bool:
         return world.told[rank] or world.ran[rank] == self.bounds.steps

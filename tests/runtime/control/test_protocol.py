@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from protocol_model import Model, ViolationError
+from exploring import ViolationError
+from protocol_model import Model
 from protocol_world import Bounds, Faults
 
 from adaptra.runtime.control.agreement.participant import Participant

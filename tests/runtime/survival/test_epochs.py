@@ -40,6 +40,7 @@ def test_the_last_process_of_a_place_and_of_a_replica_end_the_job() -> None:
     assert end == End(
         LOST,
         "all processes with the stages of place 1 are lost: rank 1, 3 (rank 1 was ended by SIGKILL; rank 3 does not answer)",
+        call=7,
     )
     end = decide(FOUR, {0: Census(7), 1: Census(7)}, {2: "was ended", 3: "was ended"})
     assert isinstance(end, End) and "batch of replica 1 are lost" in end.why
@@ -63,7 +64,7 @@ def test_a_process_completes_nothing_after_its_census() -> None:
     assert progress.say() == Census(5)
 
 
-@pytest.mark.parametrize("record", [Epoch(FOUR.followed_by(), 6), End(FAILED, "ValueError: no", 2), End(LOST, "all", None)])
+@pytest.mark.parametrize("record", [Epoch(FOUR.followed_by(), 6), End(FAILED, "ValueError: no", 2), End(LOST, "all", None, 7)])
 def test_a_record_is_read_as_it_was_written(record: Epoch | End) -> None:
     assert follower_of(text_of(record)) == record
     assert census_of(text_of(Census(3, "why"))) == Census(3, "why")
