@@ -211,7 +211,13 @@ class Pipeline(LayoutMethods, ObservationMethods):
         inputs, targets, named = self._arguments.resolve(inputs, targets, kwargs)
         if self._session is None:
             self.build(inputs, targets, **named)
-        session = self._require()
+        session, call = self._require(), name_of_call("step", wanted)
+        return session.local.made(call, lambda: self._step(session, call, inputs, targets, named, wanted))
+
+    def _step(
+        self, session: Session, call: str, inputs: Any, targets: Any, named: dict[str, Any], wanted: Outputs
+    ) -> Tensor | tuple[Tensor, Any]:
+        """Run a step of what :meth:`step` was given; ``call`` is its name for other ranks."""
         with session.local.at_the_door():
             self.require_training()
             if self._losses is None:  # the Accelerator may be younger than the pipeline
@@ -236,7 +242,7 @@ class Pipeline(LayoutMethods, ObservationMethods):
             how = {"with_outputs": bool(wanted), "to_all": to_all}
             return worker.step(given.inputs, given.targets, scale, given.number, **how)
 
-        by_rank = session.hosted_batches.run(run, name_of_call("step", wanted))[: len(session.local.home)]
+        by_rank = session.hosted_batches.run(run, call, Worker.commit)[: len(session.local.home)]
         self._losses = by_rank[0][0]
         loss = session.reduction.of_batch(self._losses, batch.shares)
         if not wanted:
@@ -296,7 +302,25 @@ class Pipeline(LayoutMethods, ObservationMethods):
         self, call: str, inputs: Any, targets: Any, named: dict[str, Any], *, with_loss: bool, outputs: Outputs
     ) -> Any:
         """Return the loss in evaluation mode, the outputs, or both."""
-        session = self._require()
+        session, name = self._require(), name_of_call(call, outputs)
+
+        def evaluated() -> Any:
+            return self._evaluated(session, call, name, inputs, targets, named, with_loss=with_loss, outputs=outputs)
+
+        return session.local.made(name, evaluated)
+
+    def _evaluated(
+        self,
+        session: Session,
+        call: str,
+        name: str,
+        inputs: Any,
+        targets: Any,
+        named: dict[str, Any],
+        *,
+        with_loss: bool,
+        outputs: Outputs,
+    ) -> Any:
         with session.local.at_the_door():
             self._follow(session, evaluates=True)
             args, given = self._arguments.positional(inputs, targets)
@@ -311,7 +335,7 @@ class Pipeline(LayoutMethods, ObservationMethods):
             how = {"with_outputs": bool(outputs) and with_loss, "to_all": to_all}
             return worker.evaluate(given.inputs, given.targets if with_loss else None, given.number, **how)
 
-        by_rank = session.hosted_batches.run(run, name_of_call(call, outputs))[: len(session.local.home)]
+        by_rank = session.hosted_batches.run(run, name, lambda worker: worker.kept.commit())[: len(session.local.home)]
         losses = by_rank[0][0]
         loss = None if losses is None else session.reduction.of_batch(losses, batch.shares)
         if losses is not None and not outputs:

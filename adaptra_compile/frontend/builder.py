@@ -45,6 +45,7 @@ from adaptra.program.placement import is_straight, stages_of
 from adaptra.progress import Progress, log_progress, shown_progress
 from adaptra.runtime.devices.determinism import set_deterministic
 from adaptra.runtime.launch.agreement import agree_here, disagree
+from adaptra.runtime.launch.carriers import DelegateSetup
 from adaptra.runtime.launch.free_memory import free_memory
 from adaptra.runtime.launch.launch import Launch, launch
 from adaptra.runtime.worker.batch import example_microbatch, rows_of, split_rows
@@ -79,8 +80,8 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         device=devices[0],
         placement=request.placed,
         roles=request.roles or request.replicas,
-        with_delegate=options.uses_delegate,
-        addresses=options.addresses,
+        delegate=DelegateSetup(options.uses_delegate, options.addresses),
+        survives=options.survive,
     )
     with ExitStack() as opened:
         opened.callback(launched.give_up)

@@ -70,6 +70,16 @@ class Calls:
         self._thread = threading.Thread(target=self._run, name=f"adaptra-calls-{rank}", daemon=True)
         self._thread.start()
 
+    def begin(self, processes: Sequence[int], attempt: Callable[[], Attempt]) -> None:
+        """Compare calls with those processes of another world from now on. In a later epoch they are counted anew."""
+        number, count = processes.index(self._rank), len(processes)
+        with self._lock:
+            if attempt().epoch > self.attempt().epoch:
+                self._number = self._depth
+                self._names.clear()
+            self._neighbours = sorted({processes[(number + side) % count] for side in (-1, 1)} - {self._rank})
+            self.attempt = attempt
+
     @contextmanager
     def during(self, name: str) -> Generator[None]:
         """Count a call that all ranks make together. A call within another call belongs to the outer one."""

@@ -197,11 +197,11 @@ class Replicas:
             self._aside.allgather([gathered], [own]).wait()
         return [one.tolist() for one in gathered]
 
-    def first(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies of the first replica's tensors, of any dtype; raises as :meth:`combine_gradients`."""
+    def values_of(self, replica: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return copies of a replica's tensors, of any dtype. All call it; raises as :meth:`combine_gradients`."""
         copies = [one.detach().clone(memory_format=torch.contiguous_format) for one in tensors]
         with self._naming_the_lost():
-            works = [self._aside.broadcast([one.reshape(-1).view(torch.uint8)], _of_the_first()) for one in copies]
+            works = [self._aside.broadcast([one.reshape(-1).view(torch.uint8)], _from(replica)) for one in copies]
             for work in works:
                 work.wait()
         return copies
@@ -212,7 +212,7 @@ class Replicas:
         All replicas of a stage must begin their operations in the same order.
         """
         with self._naming_the_lost():
-            work = (self._aside if aside else self._group).broadcast([packed], _of_the_first())
+            work = (self._aside if aside else self._group).broadcast([packed], _from(0))
         return PendingBroadcast(self, packed, work)
 
     def wait_for(self, work: dist.Work) -> None:
@@ -253,7 +253,7 @@ class Replicas:
             end_group(group)
 
 
-def _of_the_first() -> dist.BroadcastOptions:
+def _from(replica: int) -> dist.BroadcastOptions:
     options = dist.BroadcastOptions()
-    options.rootRank = 0
+    options.rootRank = replica
     return options

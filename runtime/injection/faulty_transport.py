@@ -101,7 +101,7 @@ class _Held:
 
 
 @dataclass(slots=True)
-class _Channel:
+class _Queue:
     """A channel to a rank: when its last delayed message is due, and how many are held."""
 
     last_due: float = 0.0
@@ -131,7 +131,7 @@ class FaultyTransport(Transport):
         self._held: list[_Held] = []
         self._ordinal = 0
         self._edge_free: dict[tuple[int, int], float] = {}
-        self._channels: defaultdict[tuple[int, ChannelClass], _Channel] = defaultdict(_Channel)
+        self._channels: defaultdict[tuple[int, ChannelClass], _Queue] = defaultdict(_Queue)
         self._error: Exception | None = None
         self._ends = False
         self._cut = (0.0, 0.0)

@@ -55,7 +55,7 @@ def connect(membership: ProcessMembership, store: Store, rank: int, make: Callab
         membership.add(listener)
         thread.start()
         outcome = happened.get()
-        if isinstance(outcome, BaseException) and _may_come_of_a_loss(outcome):
+        if isinstance(outcome, BaseException) and membership.tells_of_losses and _may_come_of_a_loss(outcome):
             outcome = _cause_of(outcome, happened)
         if isinstance(outcome, _Done):
             if membership.lost is not None:

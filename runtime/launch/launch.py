@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import socket
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from adaptra.checks import nearest_multiple
-from adaptra.errors import LaunchError, OptionError
+from adaptra.errors import LaunchError, OptionError, PeerLostError
 from adaptra.program.roles import Roles
 from adaptra.runtime.control_store.secret import VARIABLE, fingerprint, given_secret
 from adaptra.runtime.control_store.signed_store import signed, under
@@ -23,15 +24,15 @@ from adaptra.runtime.control_store.stores import Connection, own_address, rank_0
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.exchange.store_exchange import Check, exchange, no_check
 from adaptra.runtime.launch.arguments import agree_on_arguments
+from adaptra.runtime.launch.carriers import NO_DELEGATE, Carriers, DelegateSetup
 from adaptra.runtime.launch.connecting import connect, on_threads
 from adaptra.runtime.launch.environment import is_told_of_others
 from adaptra.runtime.launch.several_hosts import check_launcher
 from adaptra.runtime.membership.membership import Membership
 from adaptra.runtime.membership.process_membership import Awaited, ProcessMembership, Told
+from adaptra.runtime.survival.keeper import EpochKeeper
 from adaptra.runtime.transports.base import Transport
-from adaptra.runtime.transports.lanes import LanedTransport
 from adaptra.runtime.transports.local import LocalHub
-from adaptra.runtime.transports.nccl.edges import edges_of
 from adaptra.runtime.transports.nccl.join import check_device
 from adaptra.runtime.transports.pipeline_transport import PipelineTransport
 from adaptra.runtime.transports.process_groups import (
@@ -44,12 +45,15 @@ from adaptra.runtime.transports.process_groups import (
     own_client,
     sweep,
 )
-from adaptra.runtime.transports.registry import create_transport
 from adaptra.runtime.world.world import Attempt, Place, ProcessId, WorkerId, World
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 HOST: Final = torch.device("cpu")
+_CLIENTS_TO_SURVIVE: Final = 12
+"""The clients of the store by which a process that survives hears of others, and those of workers that it may adopt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,7 @@ class Launch:
 
     def give_up(self) -> None:
         """Leave the job before a worker has begun."""
+        self.job.leave()
         self.membership.leave()
         for transport in self.transports:
             transport.close()
@@ -185,11 +190,13 @@ class OneProcess:
     Attributes:
         averages: False: roles can't change.
         ranks: One.
+        keeper: None: there is no other process to lose.
         run: The name of this start of the job.
     """
 
     averages: Final = False
     ranks: Final = 1
+    keeper: Final = None
 
     def __init__(self, membership: ProcessMembership, device: torch.device) -> None:
         self._membership = membership
@@ -210,40 +217,11 @@ class OneProcess:
     def prepare_change(self) -> None:
         """Do nothing, as nothing joins a process to itself."""
 
+    def leave(self) -> None:
+        """Do nothing, as nobody hears of this process."""
+
     def close(self) -> None:
         """Do nothing, as no group was made."""
-
-
-@dataclass(frozen=True, slots=True)
-class Carriers:
-    """What carries the messages of a job's workers.
-
-    Attributes:
-        name: The transport's name.
-        with_delegate: Whether some edges may take the delegate beside it.
-        addresses: Addresses of this host for the delegate.
-        device: The device of what is sent and received.
-        placement: The place of each stage.
-    """
-
-    name: str
-    with_delegate: bool
-    addresses: Sequence[str]
-    device: torch.device
-    placement: Sequence[int]
-
-    def join(self, members: Members, world: World) -> Transport:
-        """Return the transport of one of these members, the workers of a world; all of them call it."""
-        here = {"members": members, "device": self.device}
-        if self.name == "nccl":  # which has the delegate beside it
-            edges = edges_of(self.placement, map(world.pipeline, range(world.replicas)))
-            return create_transport(self.name, edges=edges, addresses=self.addresses, **here)
-        if self.name == "delegate":
-            return create_transport(self.name, addresses=self.addresses, **here)
-        transport = create_transport(self.name, **here)
-        if not self.with_delegate:
-            return transport
-        return LanedTransport(transport, {"delegate": create_transport("delegate", addresses=self.addresses, **here)})
 
 
 class Job:
@@ -256,13 +234,15 @@ class Job:
         timeout: As of :func:`launch`.
         spares: The store's clients that this job may use.
         averages: Whether there are replicas, or roles that were given, which can change.
+        survives_in: The first world of a job that survives the loss of processes; None if a loss ends the job.
 
     Attributes:
         rank: This process's rank in the job.
         averages: As given.
         store: The store of this launch, shared by all its ranks.
         ranks: The number of ranks of the job.
-        membership: This process's in this launch. Its user closes it.
+        membership: This process's in this launch, or in the present epoch of a job that survives. Its user closes it.
+        keeper: Keeps this process in the epochs of a job that survives; None if a loss ends the job.
     """
 
     def __init__(
@@ -273,6 +253,7 @@ class Job:
         timeout: float,
         spares: Reservation,
         averages: bool = True,
+        survives_in: World | None = None,
     ) -> None:
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
@@ -283,9 +264,13 @@ class Job:
         self._told: dict[str, tuple[Attempt, int]] = {}
         self.averages = averages
         self._everyone: dist.ProcessGroup | None = None
-        self._joined: tuple[ProcessId, ...] = ()
+        self._joined: tuple[int, tuple[ProcessId, ...]] | None = None
         self._timeout = timeout
-        self.membership = ProcessMembership(self._join if self.ranks > 1 else None)
+        self.membership = ProcessMembership(self._join if self.ranks > 1 and survives_in is None else None)
+        self.keeper = None if survives_in is None else EpochKeeper(self.store, ProcessId(self.rank), survives_in, self._lose)
+
+    def _lose(self, lost: PeerLostError) -> None:
+        self.membership.lose(lost)
 
     def _join(self, told: Told, awaited: Awaited) -> Membership:
         return Membership(
@@ -317,6 +302,13 @@ class Job:
             PeerLostError: Another rank failed or died before all had joined; names it.
         """
         self._world = world
+        if self.keeper is not None:
+            if world.epoch > self.keeper.epoch.world.epoch:
+                self.keeper.move(world)
+            self.membership = ProcessMembership()
+            # What has broken before is told to nobody again.
+            if (lost := self.keeper.broken(world.epoch)) is not None:
+                self.membership.lose(lost)
         if self.averages:
             self._join_everyone()
         return self.connect(lambda: self._enter(world, f"{self._keys}/{world.epoch}"))
@@ -344,13 +336,19 @@ class Job:
     def _join_everyone(self) -> None:
         """Make the group of all processes of the world, unless there is one of the same processes."""
         epoch, processes = self._world.epoch, self._world.processes
-        if self._joined == processes:
+        for_epoch = 0 if self.keeper is None else epoch  # whose predecessor may have broken
+        if self._joined == (for_epoch, processes):
             return
         members = Members(f"{self._keys}/{epoch}/all", processes.index(ProcessId(self.rank)), len(processes))
         before, self._everyone = self._everyone, self.connect(lambda: new_group(members, "gloo"))
-        self._joined = processes
+        self._joined = (for_epoch, processes)
         if before is not None:
             end_group(before)
+
+    def leave(self) -> None:
+        """Take no part in later epochs."""
+        if self.keeper is not None:
+            self.keeper.close()
 
     def close(self) -> None:
         """Release the objects made for role changes and cut changes. Nothing may have failed."""
@@ -366,7 +364,7 @@ class Job:
         number = count + 1 if before == attempt else 1
         self._told[what] = attempt, number
         name, store = f"{what}/{number}", under(str(attempt), self.store)
-        said = exchange(store, name, self.rank, text, range(self.ranks), timeout, check)
+        said = exchange(store, name, self.rank, text, self._world.processes, timeout, check)
         if count:  # all ranks have read the previous text, since all are here
             under(str(before), self.store).delete_key(f"{what}/{count}/{self.rank}")
         return said
@@ -409,8 +407,8 @@ def launch(
     device: torch.device = HOST,
     placement: Sequence[int] | None = None,
     roles: Roles | int | None = None,
-    with_delegate: bool = False,
-    addresses: Sequence[str] = (),
+    delegate: DelegateSetup = NO_DELEGATE,
+    survives: bool = False,
 ) -> Launch:
     """Find the ranks of a pipeline. Under a launcher all ranks call it at the same time.
 
@@ -424,27 +422,33 @@ def launch(
         placement: The place of each stage in its pipeline; None for one on each.
         roles: The replica and stage of each rank of the job. Or the number of replicas: with fewer ranks than workers, ranks
             host several. None for as many replicas as consecutive ranks make.
-        with_delegate: Whether some edges may take the delegate, which is then set up beside the transport.
-        addresses: Addresses of this host for the delegate; see :class:`adaptra.runtime.options.Options`.
+        delegate: How the delegate is set up.
+        survives: Whether the job goes on after the loss of processes.
 
     Raises:
+        LaunchError: The job can't survive a loss; says why.
         LaunchError: The delegate is requested beside a transport other than c10d and NCCL. Or NCCL is for a model that is on no
             GPU. Or the ranks don't make ``replicas`` of ``size``, or are not a multiple of it; says what to change. Or a rank
             has other arguments or has not come; names it.
         PeerLostError: A rank failed or died while the ranks connected; names it.
     """
-    between = "delegate" if device.type == "cuda" and not with_delegate else "c10d"
+    between = "delegate" if survives or (device.type == "cuda" and not delegate.is_beside) else "c10d"
     name = transport or (between if is_launched() else "local")
-    if with_delegate and name not in ("c10d", "nccl"):
+    if delegate.is_beside and name not in ("c10d", "nccl"):
         raise LaunchError(
             f"Options(delegate=...) with transport {name!r}: expected c10d or nccl, whose slow edges the delegate takes over"
         )
     if name == "nccl":
         check_device(device)
-    if name == "local":
+    if name == "local" and not survives:
         if isinstance(roles, int) and roles != 1:
             raise LaunchError(f"replicas={roles}: expected 1 without a launcher; start {size} to {roles * size} processes")
         return OneProcess(ProcessMembership(), device).enter(World.of_threads(size))
+    if survives and name != "delegate":
+        raise LaunchError(
+            f"Options(survive=True) with transport {name!r}: expected several processes over 'delegate', whose connections "
+            "begin anew without a lost rank"
+        )
     if not is_launched():
         raise LaunchError(
             f"transport {name!r} needs {size} processes: start this script with torchrun --nproc-per-node={size}, or call "
@@ -455,7 +459,8 @@ def launch(
         dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     hosted = -(-roles // max(1, ranks // size)) if isinstance(roles, int) else 1
-    spares = Reservation(hosted * _clients_of(name, with_delegate))
+    carriers = Carriers(name, delegate, device, tuple(range(size)) if placement is None else placement)
+    spares = Reservation(hosted * carriers.clients + (_CLIENTS_TO_SURVIVE if survives else 0))
     # Making groups waits for all ranks, so the ranks first agree on which groups to make.
     call = job_store().add(f"adaptra launches/{rank}", 1)
     contributed = agree_on_arguments(
@@ -464,9 +469,18 @@ def launch(
     if rank == 0:
         sweep()
     world = _world(size, ranks, roles, name)
+    if survives and rank == 0 and rank_0_has(job_store()):
+        logger.warning(
+            "Options(survive=True): rank 0 has the job's store, so its loss ends the job: start the processes by adaptra run, "
+            "whose supervisor has the store"
+        )
+    if survives and world.replicas == 1:
+        raise LaunchError(
+            f"Options(survive=True) with {ranks} ranks for one replica of {size}: expected several replicas, as those of other "
+            "replicas go on with a lost rank's stages"
+        )
     averages = world.replicas > 1 or world.hosts != tuple(range(size))
-    carriers = Carriers(name, with_delegate, addresses, device, tuple(range(size)) if placement is None else placement)
-    job = Job(carriers, call, contributed, timeout, spares, averages)
+    job = Job(carriers, call, contributed, timeout, spares, averages, world if survives else None)
     try:
         return job.enter(world)
     except BaseException:
@@ -503,16 +517,6 @@ def _world(size: int, ranks: int, roles: Roles | int | None, transport: str) -> 
         return World.of_fewer(ranks, size, count)
     except OptionError as error:
         raise LaunchError(str(error)) from error
-
-
-def _clients_of(name: str, with_delegate: bool) -> int:
-    """Return how many clients of the store a rank uses at most, which is while it changes its role or its cut.
-
-    Each transport has a control plane, the old ones and the new ones at once. NCCL has a client by which its communicators
-    meet. The worker has three for mail, calls one, and the membership one.
-    """
-    control_planes = 2 if with_delegate or name == "nccl" else 1
-    return 2 * control_planes + 3 + 1 + 1
 
 
 def _name_of_call(call: int) -> str:

@@ -106,6 +106,15 @@ class ProcessMembership:
         """See :attr:`.Membership.has_lost_the_store`."""
         return self._others is not None and self._others.has_lost_the_store
 
+    def lose(self, lost: PeerLostError) -> None:
+        """End the waits of all users, now and later, since the workers can't go on together."""
+        self._end_all(lost)
+
+    @property
+    def tells_of_losses(self) -> bool:
+        """Whether it finds by itself which process is lost."""
+        return self._others is not None
+
     def leave(self) -> None:
         """Report that this process leaves the job; see :meth:`.Membership.leave`."""
         if self._others is not None:
@@ -118,7 +127,7 @@ class ProcessMembership:
 
     def _end_all(self, lost: PeerLostError) -> None:
         with self._lock:
-            self._lost = lost
+            self._lost = self._lost or lost
             listeners = self._listeners
         for listener in listeners:
             listener.end(lost)

@@ -26,6 +26,9 @@ class TransportOptions:
             activations and their gradients lose precision, so training is no longer bitwise that of one process. All messages
             must be float32. ``"slow"``: as part of a plan, only over edges whose bandwidth limits the step, for as long as it
             does.
+        survive: Go on after the loss of processes, as long as each stage has one and each replica one that is given its batch.
+            A call that breaks is done again, with the same numbers. Needs several replicas, and the delegate. All ranks of a
+            replica give its whole batch.
 
     Raises:
         OptionError: An option is invalid; names it, the given value and the expected one.
@@ -35,6 +38,8 @@ class TransportOptions:
     delegate: bool | Sequence[tuple[int, int]] = field(default=False, metadata=agreed())
     addresses: Sequence[str] = field(default=(), metadata=per_rank("each host has its own; their kinds are compared later"))
     lossy_bf16: bool | Literal["slow"] = field(default=False, metadata=agreed())
+
+    survive: bool = field(default=False, metadata=agreed())
 
     @property
     def delegated(self) -> tuple[tuple[int, int], ...]:
@@ -61,3 +66,6 @@ class TransportOptions:
         lossy_bf16: Any = self.lossy_bf16
         if not isinstance(lossy_bf16, bool) and lossy_bf16 != "slow":
             raise OptionError(f"lossy_bf16={lossy_bf16!r}: expected True, False or 'slow'")
+        survive: Any = self.survive
+        if not isinstance(survive, bool):
+            raise OptionError(f"survive={survive!r}: expected True or False")

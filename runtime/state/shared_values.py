@@ -120,7 +120,7 @@ class SharedValues:
         for index, name in enumerate(names):
             others = [rank for rank, column in zip(ranks, columns, strict=True) if column[index] != columns[0][index]]
             if others:
-                (value,) = self._replicas.first([self._state[name]])
+                (value,) = self._replicas.values_of(0, [self._state[name]])
                 self._take(name, value)
                 differences.append(Difference(name, ranks[0], tuple(others)))
         return differences

@@ -19,7 +19,9 @@ from adaptra.runtime.world.world import ProcessId, World
 FAILED: Final = "failed"
 """The kind of an end: a process's own exception."""
 LOST: Final = "lost"
-"""The kind of an end: all processes of a stage are lost, or all that are given a replica's batch."""
+"""The kind of an end: all processes of a stage are lost."""
+DATA_LOST: Final = "data lost"
+"""The kind of an end: all processes that are given a replica's batch are lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,7 @@ class End:
     """The end of the job, as no epoch can follow.
 
     Attributes:
-        kind: ``FAILED`` or ``LOST``.
+        kind: ``FAILED``, ``LOST`` or ``DATA_LOST``.
         why: What happened, for users.
         process: The process that failed; None of a loss.
         call: The number of the last call that counts, for those that are left and wait to know it. 0 if a process failed.
@@ -114,7 +116,7 @@ def decide(world: World, said: Mapping[int, Census], gone: Mapping[int, str]) ->
         follower = world.without(frozenset(world.processes) - frozenset(left))
     except (StageLostError, DataLostError) as error:
         why = "; ".join(f"rank {process} {reason}" for process, reason in sorted(gone.items()) if process in world.processes)
-        return End(LOST, f"{error} ({why})", call=call)
+        return End(LOST if isinstance(error, StageLostError) else DATA_LOST, f"{error} ({why})", call=call)
     return Epoch(follower, call)
 
 

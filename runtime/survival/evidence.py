@@ -129,7 +129,7 @@ class Evidence:
         if not sign.is_reachable:
             return f"has been missing for {quiet:.0f} s, and its host can't be asked" if quiet > UNREACHED_SECONDS else None
         if sign.is_gone:
-            return "its host refuses connections to it: its process has ended"
+            return "has ended: its host refuses connections to it"
         if quiet > SILENT_SECONDS and sign.unanswered >= _LEAST_QUESTIONS:
             return f"has not answered for {quiet:.0f} s: it is frozen or cut off"
         return None

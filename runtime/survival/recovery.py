@@ -9,8 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from adaptra.errors import FencedError, PeerLostError, StageLostError
-from adaptra.runtime.survival.epochs import LOST, Census, End, Epoch, Progress, census_of, decide, follower_of, leader, text_of
+from adaptra.errors import DataLostError, FencedError, PeerLostError, StageLostError
+from adaptra.runtime.survival.epochs import (
+    DATA_LOST,
+    FAILED,
+    LOST,
+    Census,
+    End,
+    Epoch,
+    Progress,
+    census_of,
+    decide,
+    follower_of,
+    leader,
+    text_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -48,6 +61,11 @@ class Recovery:
     def number(self) -> int:
         """The number of the newest epoch that this process knows."""
         return self.epoch.world.epoch
+
+    @property
+    def completed(self) -> int:
+        """The number of the last call that this process has completed."""
+        return self._progress.completed
 
     def complete(self, call: int, number: int) -> bool:
         """Complete a call in an epoch of this number, before this process waits for the others. False if it has broken."""
@@ -97,7 +115,9 @@ class Recovery:
         if isinstance(record, End):
             # One that the others took for lost is not among those that have completed the call of the record.
             self.certain = max(self.certain, min(record.call, self._progress.completed))
-            self.end = StageLostError(record.why) if record.kind == LOST else PeerLostError(record.why, rank=record.process)
+            self.end = {LOST: StageLostError, DATA_LOST: DataLostError, FAILED: PeerLostError}[record.kind](
+                record.why, rank=record.process
+            )
         elif self._process not in record.world.processes:
             number = record.world.epoch
             self.end = FencedError(f"rank {self._process}: the others went on without it in epoch {number}", rank=self._process)

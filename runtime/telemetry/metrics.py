@@ -212,6 +212,10 @@ def _event(event: ControlEvent, rank: tuple[str, str]) -> Iterator[Sample]:
             | EventKind.FORGOTTEN
             | EventKind.CONFIRMED
             | EventKind.REFUSED
+            | EventKind.LOST
+            | EventKind.HOSTED
+            | EventKind.REDONE
+            | EventKind.FENCED
             | EventKind.LINK
             | EventKind.COORDINATES
             | EventKind.RESIGNED

@@ -3,16 +3,34 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from adaptra.runtime.detection.shape_scales import ShapeScales
 from adaptra.runtime.measuring.measurement import StageMeasurement, StepMeasurement
 from adaptra.runtime.measuring.reduces import StageReduce
 from adaptra.runtime.worker.step.shapes import RankShape
+from adaptra.runtime.worker.step.step_end import Certificate
 
 KEPT_MEASUREMENTS: Final = 5
 """The number of steps whose stage measurements a rank keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunStep:
+    """A step that has run, and has filled no ``grad`` yet.
+
+    Attributes:
+        certificate: What its gradients are made of.
+        measurement: What this rank measured.
+        shape: The shape of its batch.
+        at_home: Whether each replica computed its own microbatches, though the plan has routes.
+    """
+
+    certificate: Certificate
+    measurement: StepMeasurement
+    shape: RankShape
+    at_home: bool
 
 
 class LastSteps:
@@ -22,6 +40,7 @@ class LastSteps:
         stages: The number of the rank's stages.
 
     Attributes:
+        run: The step that has run last, until ``grad`` is filled.
         measured: Measurements of this rank's stages in the last steps, oldest first.
         reduces: REDUCE of the last step but one, on this rank's stages. On the coordinator's rank that of all stages, in the
             last step of which all ranks have told it.
@@ -30,6 +49,7 @@ class LastSteps:
     """
 
     def __init__(self, stages: int) -> None:
+        self.run: RunStep | None = None
         self.measured: deque[StageMeasurement] = deque(maxlen=KEPT_MEASUREMENTS * stages)
         self.reduces: tuple[StageReduce, ...] = ()
         self.samples = 0

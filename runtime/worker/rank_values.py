@@ -114,7 +114,7 @@ class RankValues:
         buffers = {name: self._factory.state[name] for name in self._saved_here() if name not in parameters}
         if self._context.replicas.count == 1 or not buffers:
             return {}
-        return dict(zip(buffers, self._context.replicas.first(list(buffers.values())), strict=True))
+        return dict(zip(buffers, self._context.replicas.values_of(0, list(buffers.values())), strict=True))
 
     def _saved_here(self) -> list[str]:
         return [name for name in self._factory.state if name not in self._factory.compiled.non_persistent]

@@ -33,6 +33,7 @@ from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.control_store.stores import error_of_store
+from adaptra.runtime.data_parallel.kept_buffers import KeptBuffers
 from adaptra.runtime.exchange.store_exchange import gather
 from adaptra.runtime.injection.failures import Failures
 from adaptra.runtime.injection.points import Moment
@@ -47,7 +48,7 @@ from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.transports.base import Identity
 from adaptra.runtime.transports.process_groups import collectives_of_user
 from adaptra.runtime.worker.call_numbers import CallNumbers
-from adaptra.runtime.worker.last_steps import LastSteps
+from adaptra.runtime.worker.last_steps import LastSteps, RunStep
 from adaptra.runtime.worker.rank_values import RankValues
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
 from adaptra.runtime.worker.step.rank_context import RankContext
@@ -148,7 +149,7 @@ class Worker:
         with_outputs: bool = False,
         to_all: bool = False,
     ) -> tuple[Tensor, list[Tensor] | None]:
-        """Run one training step and accumulate gradients.
+        """Run one training step and add up its gradients, which are in ``grad`` after :meth:`commit`.
 
         Args:
             inputs: The model's inputs per microbatch; only used on the first stage's rank.
@@ -180,17 +181,35 @@ class Worker:
             self.monitor.begin_step()
             started = time.monotonic()
             self.failures.at(step, Moment.BEGIN)
-            losses = self._parts.run(executor, step, inputs, targets, loss_scale, self.numbers.steps_before, of, outputs)
+            certificate = self._parts.run(executor, step, inputs, targets, loss_scale, self.numbers.steps_before, of, outputs)
             measurement = self.monitor.end_step(step, started, time.monotonic(), of.shape.code)
-            comparable = self.last.take(measurement, of, at_home=goes_home)
+        self.last.run = RunStep(certificate, measurement, of, goes_home)
+        return certificate.losses, self._whole(step, outputs, executor.program, to_all=to_all)
+
+    def at_certificate(self) -> None:
+        """Fail if this worker is to fail between a step that has run and its :meth:`commit`."""
+        if self.last.run is not None:
+            self.failures.at(self.numbers.next_step, Moment.CERTIFICATE)
+
+    def commit(self) -> None:
+        """End the step that has run: fill ``grad``, run hooks and report. No rank has to run it again.
+
+        Raises:
+            Exception: An error of a hook.
+        """
+        step = self.last.run
+        assert step is not None, "a step has run"
+        self.last.run = None
+        self.kept.commit()
+        with self._reporting_errors():
+            self._parts.end.commit(step.certificate)
+            self.numbers.next_step += 1
+            self.numbers.collectives = self._collectives()
+            comparable = self.last.take(step.measurement, step.shape, at_home=step.at_home)
             if not self.controller.coordinates:
-                self.last.reduces = own_reduce(measurement)
+                self.last.reduces = own_reduce(step.measurement)
             self.controller.report(comparable)
-            self._telemetry.end_step(measurement, self.monitor.kept[-1])
-        flat = self._whole(step, outputs, executor.program, to_all=to_all)
-        self.numbers.next_step += 1
-        self.numbers.collectives = self._collectives()
-        return losses, flat
+            self._telemetry.end_step(step.measurement, self.monitor.kept[-1])
 
     def _collectives(self) -> int:
         """Return how often the user's own code has had all ranks of this pipeline meet, and maybe others."""
@@ -410,6 +429,11 @@ class Worker:
         return self._parts.end.sums.parameters
 
     @property
+    def kept(self) -> KeptBuffers:
+        """Copies of other replicas' buffers in a job that survives their loss."""
+        return self._parts.kept
+
+    @property
     def plan(self) -> Plan:
         """The plan of the last step, or of the first one."""
         return self._programs.plan
@@ -419,8 +443,8 @@ class Worker:
         """The program of the last step, without messages; that of the first plan if none has run."""
         return self._programs.program
 
-    def close(self) -> None:
-        """End this rank's threads and connections."""
+    def close(self, *, goes_on: bool = False) -> None:
+        """End this rank's threads and connections. ``goes_on`` where another worker takes its place and records."""
         if self._watcher is not None:
             self._watcher.close()
         self._parts.end.close()
@@ -429,7 +453,8 @@ class Worker:
         self.controller.close(LOST_STORE_SECONDS if membership.has_lost_the_store else CLOSE_SECONDS)
         membership.remove(self._listener)
         self._context.transport.close()
-        self._telemetry.ended(self.numbers.next_step)
+        if not goes_on:
+            self._telemetry.ended(self.numbers.next_step)
 
     @property
     def is_alone(self) -> bool:

@@ -150,6 +150,10 @@ class World:
         """The processes that host workers, in order."""
         return tuple(sorted(set(self.hosts)))
 
+    def number(self, process: ProcessId) -> int:
+        """Return a process's number among those of this world, as groups of all of them count."""
+        return self.processes.index(process)
+
     def seat(self, worker: WorkerId) -> Seat:
         """Return the replica and the place that a worker is."""
         replica, place = divmod(worker, self.places)

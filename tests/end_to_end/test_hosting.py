@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -117,7 +117,9 @@ def several_rows(step: int, replica: int) -> int:
     return 6 if step == 3 else 8 + 4 * (step == replica)
 
 
-def train_cases(rank: int, replicas: int, stages: int, names: Sequence[str]) -> dict[str, Values]:
+def train_cases(
+    rank: int, replicas: int, stages: int, names: Sequence[str], faults: Mapping[str, Sequence[str]] = {}, **options: Any
+) -> dict[str, Values]:
     import torch
     import torch.distributed as dist
     from models import EXAMPLES
@@ -130,15 +132,15 @@ def train_cases(rank: int, replicas: int, stages: int, names: Sequence[str]) -> 
     for name in names:
         given: dict[str, Any] = {"example": name, **CASES[name]}
         example: Any = EXAMPLES[given.pop("example")]
-        options: dict[str, Any] = {"reduce": adaptra.Reduce(bucket=4096)}
+        of_case: dict[str, Any] = {"reduce": adaptra.Reduce(bucket=4096), "faults": faults.get(name, ()), **options}
         if name == "buffers of their own":
-            options["broadcast_buffers"] = False
+            of_case["broadcast_buffers"] = False
         if given.get("rows") == "several":
             given["rows"] = several_rows
         if given.get("reduction") == "weighted":
             example = replace(example, loss=weighted_loss)
         count = stages * (2 if given.get("placement") == "v" else 1)
-        found[name] = trained(example, replicas, count, options=adaptra.Options(**options), **given)
+        found[name] = trained(example, replicas, count, options=adaptra.Options(**of_case), **given)
     return found
 
 

@@ -92,6 +92,15 @@ class CompileArguments:
                 f"lossy_bf16={options.lossy_bf16!r} with transport {self.transport!r}: expected a transport of adaptra's own, "
                 "which all can round"
             )
+        if options.survive and not self.with_loss:
+            raise OptionError(
+                "survive=True: the function returns no loss, so forwards live on between two calls: expected a model whose "
+                "loss adaptra.compile knows, as a step is done again as a whole"
+            )
+        if options.survive and options.lossy_bf16 == "slow":
+            raise OptionError(
+                "survive=True with lossy_bf16='slow', where each replica plans which messages round: expected True or False"
+            )
         self._check_edges()
         check_inner(options.inner)
         weights: Any = self.weights

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from adaptra.errors import PipelineError
@@ -19,6 +20,7 @@ class HeldSession(ModuleMethods):
     _session: Session | None = None
     _losses: Tensor | None = None
     _is_closed = False
+    _group: tuple[int, Any] = 0, None
 
     @property
     def session(self) -> Session:
@@ -44,7 +46,12 @@ class HeldSession(ModuleMethods):
 
     @property
     def rank(self) -> int:
-        """The rank of this process in the job; 0 if one process runs all stages. Use it to print on one rank only."""
+        """The rank of this process in the job; 0 if one process runs all stages. Use it to print on one rank only.
+
+        After the loss of processes it is the number among those that are left, so there is always a rank 0.
+        """
+        if self._session is not None and self._session.launched.job.keeper is not None:
+            return self._session.launched.world.number(self._session.launched.process)
         return torch.distributed.get_rank() if torch.distributed.is_available() and torch.distributed.is_initialized() else 0
 
     @property
@@ -56,6 +63,32 @@ class HeldSession(ModuleMethods):
     def replica(self) -> int:
         """The data-parallel replica of this process, 0 if there is only one. Give its part of a batch to step."""
         return self._require().launched.replica
+
+    @property
+    def hosting(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """The workers that each process of the job hosts, as (replica, rank in the pipeline), by the launcher's rank."""
+        world = self._require().launched.world
+        seats = {process: map(world.seat, world.hosted(process)) for process in world.processes}
+        return {int(process): tuple((seat.replica, int(seat.place)) for seat in of) for process, of in seats.items()}
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group of the job's processes that are left, for collectives and checkpoints of one's own.
+
+        It is the default group as long as none is lost, and None without a launcher. After a loss all that are left ask for
+        it, and get another one. Its tensors are in host memory then.
+        """
+        launched = self._require().launched
+        if launched.in_threads:
+            return None
+        if len(launched.world.processes) == dist.get_world_size():
+            return dist.group.WORLD
+        epoch, group = self._group
+        if epoch != launched.world.epoch:
+            ranks = list(map(int, launched.world.processes))
+            group: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            self._group = launched.world.epoch, group
+        return group
 
     @property
     def plan(self) -> Plan:

@@ -27,6 +27,7 @@ from adaptra.runtime.injection.failures import FailureLog
 from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.options import Options
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
+from adaptra.runtime.world.world import World
 from adaptra.simulation.case import Case
 from adaptra.simulation.cost import CostModel
 from adaptra.sizes import MemoryLimit, MemoryUnit
@@ -112,8 +113,15 @@ class PipelineSpec:
             OptionError: The options round messages, and a message can't be rounded.
             ScheduleError, PlanError: The user's schedule does not fit, or one microbatch does not fit.
         """
+        return self.planned(self.lowered(compiled))
+
+    def within(self, world: World) -> PipelineSpec:
+        """Return the same for the workers of another world."""
+        return replace(self, guests=world.guests, crowd=world.crowd)
+
+    def planned(self, compiled: CompiledStages) -> PlannedPipeline:
+        """Plan for stages that are lowered already; raises as :meth:`prepare`."""
         options = self.options
-        compiled = self.lowered(compiled)
         initial, room = self._first_plan(compiled, self.memory)
         if initial.program.is_one_pipeline and self._shared_memory != self.memory:  # guests compute beside their hosts
             initial, room = self._first_plan(compiled, self._shared_memory)

@@ -146,27 +146,33 @@ def states_with_guests(
         launched: The ranks of this process.
         states: Per worker of the home replica, its stages' parameters and buffers by name.
         compiled: The stages.
-        before: The workers that end, whose guests' buffers go on where the home's are the same tensors.
+        before: The workers that end, whose guests' buffers go on where the home's are the same tensors. Those of a replica
+            that was not hosted here go on with what was kept of it.
     """
-    (home, *others), known = states, {worker.replica: worker.state for worker in before}
-    earlier = known.get(launched.replica, {})
+    (home, *others), known = states, {worker.replica: worker for worker in before}
+    earlier = known.get(launched.replica)
 
     def of_guest(replica: int) -> dict[str, Tensor]:
-        kept = {name: one for name, one in known.get(replica, {}).items() if earlier.get(name) is home[name]}
+        last: Mapping[str, Tensor] = {}
+        if earlier is not None:
+            last = known[replica].state if replica in known else earlier.kept.values_of(replica)
+        kept = {name: one for name, one in last.items() if earlier is not None and earlier.state.get(name) is home[name]}
         return {name: kept.get(name, one.clone()) if name in compiled.changing else one for name, one in home.items()}
 
     guests = [of_guest(one.index) for one in launched.replicas if one.index != launched.replica]
     return [home, *others, *guests]
 
 
-def open_recorders(options: RecordingOptions, launched: Launch) -> Recorders:
-    """Open the recorders of events that the options ask for.
+def open_recorders(
+    options: RecordingOptions, launched: Launch, open_already: Mapping[int, Recorder] | None = None
+) -> Recorders:
+    """Open the recorders of events that the options ask for, beside those that are open already.
 
     That of this process's home has all sinks. Workers of other replicas have a folder's files alone.
     """
-    recorders: Recorders = {}
+    recorders: Recorders = dict(open_already or {})
     with ExitStack() as opened:
-        for replica in dict.fromkeys(one.index for one in launched.replicas):
+        for replica in {one.index for one in launched.replicas}.difference(recorders):
             telemetry, on_event = _telemetry(options, launched, replica), options.on_event
             if replica != launched.replica:
                 telemetry, on_event = Telemetry(folder=telemetry.folder), None

@@ -46,11 +46,11 @@ class Batches:
         self._local = local
         self._guest = guest
         self.recompile = recompile
-        self._new_shapes = 0
         self.begin()
 
     def begin(self) -> None:
         """Begin with the shape of the stages that the workers run now, and no other."""
+        self._new_shapes = 0
         most = most_shapes(self._spec.options.shapes, self._compiled)
         self.shapes = Shapes(self.recompile is not None, self._compiled, self._spec.microbatches, most)
 

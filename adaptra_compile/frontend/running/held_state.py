@@ -12,7 +12,6 @@ from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.saved.fitting_model import FittingModel, fitting_model
 from adaptra.frontend.saved.model_names import ModelNames
 from adaptra.runtime.reconfigure.consent import Consent
-from adaptra.runtime.world.world import ProcessId
 
 Result = TypeVar("Result")
 
@@ -51,7 +50,7 @@ class HeldState:
             state = {name: tensor.detach().cpu().clone() for name, tensor in self.tensors.items()}
         else:
             world = self._local.launched.world
-            replica, rank = world.seat(world.hosted(ProcessId(0))[0])
+            replica, rank = world.seat(world.hosted(world.processes[0])[0])
             states = self._local.on_every_rank(
                 lambda worker: worker.values.full_state(rank, worker.replica == replica, from_first=replica > 0),
                 "full_state_dict",
@@ -105,6 +104,7 @@ class HeldState:
         self._names.take(fitting.extras)
         with torch.no_grad():
             for worker in self._local.workers:
+                worker.kept.kept.clear()  # all replicas have the same values now
                 for canonical, value in fitting.values:
                     if canonical in worker.state:
                         worker.state[canonical].copy_(value)

@@ -36,14 +36,28 @@ class HostedBatches:
     Args:
         local: The workers of this process.
         home: Splits the batches of the replica in which this process is at home.
-        guests: Those of each other replica whose workers it hosts.
+        guest: Returns what splits those of another replica.
     """
 
-    def __init__(self, local: LocalWorkers, home: Batches, guests: Mapping[int, Batches]) -> None:
+    def __init__(self, local: LocalWorkers, home: Batches, guest: Callable[[int], Batches]) -> None:
         self._local = local
         self._home = home
-        self._guests = guests
+        self._guest = guest
+        self._guests: dict[int, Batches] = {}
         self._leaving: list[Callable[[], None]] = []
+        self.begin()
+
+    @property
+    def all(self) -> tuple[Batches, ...]:
+        """The batches of each replica whose workers this process hosts, those of its home first."""
+        return (self._home, *self._guests.values())
+
+    def begin(self) -> None:
+        """Begin with the workers that run now, and with the shape of their stages."""
+        hosted = sorted({worker.replica for worker in self._local.workers} - {self._local.launched.replica})
+        self._guests = {replica: self._guests.get(replica) or self._guest(replica) for replica in hosted}
+        for batches in self.all:
+            batches.begin()
 
     def of(
         self, call: str, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any], *, with_loss: bool, training: bool
@@ -60,6 +74,12 @@ class HostedBatches:
             PipelineError: The process that sends a batch has called another method.
             PeerLostError: It is lost.
         """
+        launched = self._local.launched
+        if launched.job.keeper is not None and not self._is_whole(args, targets, kwargs, with_loss=with_loss):
+            raise BatchError(
+                f"{call}: rank {launched.process} was not given its replica's whole batch: expected inputs and targets "
+                "on every rank, as Options(survive=True) has each go on for others"
+            )
         arrived = (
             self._exchanged(call, args, targets, kwargs, with_loss=with_loss) if self._local.launched.world.has_guests else {}
         )
@@ -77,16 +97,18 @@ class HostedBatches:
     ) -> dict[int, Handover]:
         """Send this process's batch to those that need it, and return those of its guests by replica."""
         launched = self._local.launched
-        takers = launched.world.takers(launched.replica) if launched.world.giver(launched.replica) == launched.process else ()
+        is_giver = launched.world.giver(launched.replica) == launched.process
+        takers = launched.world.takers(launched.replica) if is_giver else ()
         own = self._given(call, args, targets, kwargs, with_loss=with_loss) if takers else Handover()
         with self._exchanging(call):
-            self._leaving = [send(own, taker, launched.everyone) for taker in takers]
-            arrived = {replica: receive(launched.world.giver(replica), launched.everyone) for replica in self._guests}
+            world = launched.world
+            self._leaving = [send(own, world.number(taker), launched.everyone) for taker in takers]
+            arrived = {replica: receive(world.number(world.giver(replica)), launched.everyone) for replica in self._guests}
             for replica, given in arrived.items():
                 self._check_call(call, given, launched.world.giver(replica))
         return arrived
 
-    def run(self, run: Callable[[Worker], Result], call: str) -> list[Result]:
+    def run(self, run: Callable[[Worker], Result], call: str, commit: Callable[[Worker], None]) -> list[Result]:
         """Run a call as :meth:`.local_workers.LocalWorkers.on_every_rank`, which has had its batches from :meth:`of`.
 
         Nothing is under way after it: another call may use the same group, or end it.
@@ -95,14 +117,15 @@ class HostedBatches:
             PeerLostError: A process that had to take this one's batch is lost.
             Exception: As ``on_every_rank``.
         """
-        with self._local.called(call):
-            results = self._local.on_every_rank(run, call)
+
+        def settle() -> None:
             if self._leaving:
                 with self._exchanging(call):
                     for wait in self._leaving:
                         wait()
-                self._leaving = []
-        return results
+            self._leaving = []
+
+        return self._local.on_every_rank(run, call, commit, settle)
 
     @contextmanager
     def _exchanging(self, call: str) -> Generator[None]:
@@ -134,11 +157,16 @@ class HostedBatches:
     def _compiled(self) -> CompiledStages:
         return self._local.compiled
 
+    def _needs_targets(self, *, with_loss: bool) -> bool:
+        return with_loss and bool(self._compiled.targets.specs)
+
+    def _is_whole(self, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any], *, with_loss: bool) -> bool:
+        return bool(args or kwargs) and (targets is not None or not self._needs_targets(with_loss=with_loss))
+
     def _given(self, call: str, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any], *, with_loss: bool) -> Handover:
         """Return this process's batch, as others take it."""
         inputs, wanted = self._compiled.inputs, self._compiled.targets
-        needs_targets = with_loss and bool(wanted.specs)
-        if not (args or kwargs) or (needs_targets and targets is None):
+        if not self._is_whole(args, targets, kwargs, with_loss=with_loss):
             launched = self._local.launched
             takers = ", ".join(map(str, launched.world.takers(launched.replica)))
             raise BatchError(
@@ -146,7 +174,7 @@ class HostedBatches:
                 f"workers rank {takers} hosts: expected inputs and targets on rank {launched.process}, which sends them"
             )
         flat = {_INPUT: inputs.flatten(args, kwargs, any_size=True)}
-        if needs_targets:
+        if self._needs_targets(with_loss=with_loss):
             flat[_TARGET] = wanted.flatten(targets, any_size=True)
         tensors = {(str(index), what): _movable(one) for what, of in flat.items() for index, one in enumerate(of)}
         return Handover(tensors, {(call, _CALL): None})

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -21,6 +22,9 @@ from adaptra.runtime.control.calls import Calls
 from adaptra.runtime.launch.launch import Job, Launch
 from adaptra.runtime.reconfigure.consent import Consent, check_consents
 from adaptra.runtime.worker.worker import Worker
+
+if TYPE_CHECKING:
+    from adaptra.frontend.running.redone_calls import RedoneCalls
 
 Result = TypeVar("Result")
 
@@ -42,12 +46,15 @@ class LocalWorkers:
         home: The workers of this process's home replica. Others have the same parameters.
         sharing: As given.
         calls: Compares the calls of all processes; None for one process.
+        redone: Does calls again in a job that survives; None in others.
+        recorders: As given, those of the workers that run now.
     """
 
     def __init__(
         self, planned: PlannedPipeline, launched: Launch, workers: Sequence[Worker], recorders: Recorders, sharing: Sharing
     ) -> None:
         self.sharing = sharing
+        self.redone: RedoneCalls | None = None
         self._failure: BaseException | None = None
         self.calls: Calls | None = None
         job = launched.job
@@ -56,6 +63,7 @@ class LocalWorkers:
             self.calls = Calls(job.store, job.rank, job.ranks, lambda error: _call(end_by, error))
             weakref.finalize(self, self.calls.close)
         self._end_membership = weakref.finalize(self, launched.membership.close)
+        weakref.finalize(self, job.leave)
         self.run_by(planned, launched, workers, recorders)
         sharing.begin(self)
 
@@ -71,9 +79,11 @@ class LocalWorkers:
         self.launched = launched
         self.workers = tuple(workers)
         self.home = tuple(worker for worker in workers if worker.replica == launched.replica)
+        self.recorders = recorders
+        self._failure = None
         if self.calls is not None:
-            self.calls.attempt = lambda: launched.attempt
-            for worker in self.workers:
+            self.calls.begin(launched.world.processes, lambda: launched.attempt)
+            for worker in self.workers if launched.job.keeper is None else ():  # a call that breaks is done again at once
                 worker.explain = self.calls.explain
         # Also if the process ends without a close, since the transports' threads must not outlive the interpreter.
         self._end = weakref.finalize(self, _end_for_good, self.workers, self._threads, recorders, launched)
@@ -135,27 +145,68 @@ class LocalWorkers:
                 self.workers[0].fail(error)
             raise
 
-    def on_every_rank(self, run: Callable[[Worker], Result], call: str) -> list[Result]:
+    def on_every_rank(
+        self,
+        run: Callable[[Worker], Result],
+        call: str,
+        commit: Callable[[Worker], None] | None = None,
+        settle: Callable[[], None] = lambda: None,
+    ) -> list[Result]:
         """Run a function on every worker of this process, each on its own thread, and wait for all.
+
+        In a job that survives, it is done again where it breaks.
 
         Args:
             run: The function to run.
             call: The method of the pipeline that the user has called. All ranks call it.
+            commit: Run in the same way once that has run on all of them. It waits for no other rank.
+            settle: Called between the two.
 
         Raises:
             PipelineError: The pipeline is closed or has failed.
             Exception: The error of the first worker that failed; the others' errors only say that it failed. The pipeline has
                 failed then.
         """
+        if self.redone is not None:
+            return self.redone.made(call, lambda: self._on_every_rank(run, call, commit, settle))
+        return self._on_every_rank(run, call, commit, settle)
+
+    def made(self, name: str, call: Callable[[], Result]) -> Result:
+        """Make a call that all ranks make. In a job that survives, all of it is done again where it breaks."""
+        return call() if self.redone is None else self.redone.made(name, call)
+
+    def _on_every_rank(
+        self,
+        run: Callable[[Worker], Result],
+        call: str,
+        commit: Callable[[Worker], None] | None,
+        settle: Callable[[], None],
+    ) -> list[Result]:
         self.require_running()
         try:
             with self.called(call):
-                found = self._run(run)
+                results = self._run(run)
+                settle()
+                if self.redone is None:
+                    self.at_certificate()
+                else:
+                    self.redone.certify(call)
+                if commit is not None:
+                    self._run(commit)
             self.sharing.has_trained = self.workers[0].numbers.next_step > 0
-            return found
+            return results
         except BaseException as error:
             self._failure = error
             raise
+
+    def at_certificate(self) -> None:
+        """Have each worker fail that is to fail once a step has run."""
+        for worker in self.workers:
+            worker.at_certificate()
+
+    def fail_by(self, error: Exception) -> None:
+        """Make no further call, since the job has ended by this error."""
+        self._failure = error
 
     def _run(self, run: Callable[[Worker], Result]) -> list[Result]:
         if self._threads is None:
@@ -193,6 +244,8 @@ class LocalWorkers:
                 is_group = isinstance(error, RuntimeError) and not isinstance(error, AdaptraError)
                 failed = PeerLostError(f"{what}: a rank is lost: {error}") if is_group else error
                 cause = failed if self.launched.in_threads else self.workers[0].fail(failed)
+                if what != "batch" and self.launched.job.keeper is not None:  # a change can't be made again
+                    self.launched.job.keeper.fail(error)
                 # Each rank finds by itself that ranks differ or are late, and says it better than another's report does.
                 self._failure = error if isinstance(error, LaunchError) else cause
                 if self._failure is not error:
@@ -236,6 +289,12 @@ class LocalWorkers:
         if (found := self._end.detach()) is not None:
             _end(*found[2])
 
+    def leave(self) -> None:
+        """End the workers of an epoch that has broken, beside what follows. What records their events stays open."""
+        if (found := self._end.detach()) is not None:
+            workers, threads, *_ = found[2]
+            threading.Thread(target=_end_beside, args=(workers, threads), name="adaptra ends an epoch", daemon=True).start()
+
     def close(self) -> None:
         """End all workers. It may be called again."""
         if self.calls is not None:
@@ -276,6 +335,14 @@ def _end_for_good(
     """Close all workers of this process, having told the others that it leaves the job."""
     launched.membership.leave()
     _end(workers, threads, recorders, launched)
+
+
+def _end_beside(workers: Sequence[Worker], threads: ThreadPoolExecutor | None) -> None:
+    """Close the workers of an epoch that has broken."""
+    for worker in workers:
+        worker.close(goes_on=True)
+    if threads is not None:
+        threads.shutdown()
 
 
 def _end(workers: Sequence[Worker], threads: ThreadPoolExecutor | None, recorders: Recorders, launched: Launch) -> None:

@@ -17,8 +17,8 @@ from adaptra.errors import AdaptraError, OptionError, PipelineError
 from adaptra.frontend.followed.following import Following
 from adaptra.frontend.planned.stage_planning import PipelineSpec, PlannedPipeline
 from adaptra.frontend.planned.worker_factory import close_all, open_recorders, states_with_guests
-from adaptra.frontend.running.batches import Batches
 from adaptra.frontend.running.held_state import HeldState
+from adaptra.frontend.running.hosted_batches import HostedBatches
 from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.graph.compile import Captured
 from adaptra.graph.inner_compiler import prepare
@@ -48,13 +48,13 @@ class Reconfiguration:
     Args:
         spec: Plans a pipeline after a change of its stages.
         local: The workers of this process.
-        batches: Begin anew with other stages; those of this process's home replica first.
+        batches: Begin anew with other stages.
         held: The state of this process's stages.
         following: Notices changes of the model; None if the caller does.
     """
 
     def __init__(
-        self, spec: PipelineSpec, local: LocalWorkers, batches: Sequence[Batches], held: HeldState, following: Following | None
+        self, spec: PipelineSpec, local: LocalWorkers, batches: HostedBatches, held: HeldState, following: Following | None
     ) -> None:
         self._spec = spec
         self._local = local
@@ -229,7 +229,7 @@ class Reconfiguration:
             return None
         began = time.monotonic()
         placed = [list(stages_of(worker.rank, self._spec.placement)) for worker in self._local.home]
-        shapes = [one for batches in self._batches for one in batches.shapes.compiled()]
+        shapes = [one for batches in self._batches.all for one in batches.shapes.compiled()]
         after = following.compiled(change, self._local.compiled, shapes, states, placed)
         if after is not None:
             self._take_model(self._spec.prepare(after.stages), after.states, f"{CHANGED_MODEL}: {change}")
@@ -237,8 +237,8 @@ class Reconfiguration:
                 worker.controller.recorder.emit_now(
                     EventKind.COMPILED, f"a changed model in {time.monotonic() - began:.2f} s: {change}"
                 )
-        recompile = following.accepted(self._batches[0].recompile, self._local.workers[0].numbers.next_step)
-        for batches in self._batches:
+        recompile = following.accepted(self._batches.all[0].recompile, self._local.workers[0].numbers.next_step)
+        for batches in self._batches.all:
             batches.recompile = recompile
         if after is not None and after.is_replaced:
             self._held.align_copies()
@@ -279,10 +279,10 @@ class Reconfiguration:
             worker.controller.go_on_after(earlier.controller)
         opened.pop_all()
         self._local.run_by(planned, launched, workers, recorders)
-        for batches in self._batches:
-            batches.begin()
+        self._batches.begin()
         if has_moved:
             self._local.sharing.moved(states)
+        self._local.on_every_rank(lambda worker: worker.kept.gather(), "change", lambda worker: worker.kept.commit())
 
     @contextmanager
     def _restarting(self, what: str, roles: Roles | None = None) -> Generator[tuple[Launch, ExitStack]]:

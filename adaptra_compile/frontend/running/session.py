@@ -10,7 +10,9 @@ from adaptra.frontend.running.batches import Batches
 from adaptra.frontend.running.held_state import HeldState
 from adaptra.frontend.running.hosted_batches import HostedBatches
 from adaptra.frontend.running.local_workers import LocalWorkers
+from adaptra.frontend.running.next_epoch import NextEpoch
 from adaptra.frontend.running.reconfiguration import Reconfiguration
+from adaptra.frontend.running.redone_calls import RedoneCalls
 from adaptra.frontend.saved.model_names import ModelNames
 from adaptra.frontend.shapes.recompile import Recompile
 from adaptra.graph import CompiledStages
@@ -55,13 +57,14 @@ class Session:
         self.look = look
         self.reduction = spec.reduction
         self.microbatches = spec.microbatches
-        guests = {
-            worker.replica: Batches(spec, local, worker.replica, recompile) for worker in local.workers[len(local.home) :]
-        }
         self.batches = Batches(spec, local, None, recompile)
-        self.hosted_batches = HostedBatches(local, self.batches, guests)
+        self.hosted_batches = HostedBatches(
+            local, self.batches, lambda replica: Batches(spec, local, replica, self.batches.recompile)
+        )
         self.held = HeldState(local, names, spec.options.timeout)
-        self.changes = Reconfiguration(spec, local, (self.batches, *guests.values()), self.held, following)
+        self.changes = Reconfiguration(spec, local, self.hosted_batches, self.held, following)
+        if (keeper := local.launched.job.keeper) is not None:
+            local.redone = RedoneCalls(local, keeper, NextEpoch(spec, local, self.hosted_batches).enter)
 
     @property
     def workers(self) -> tuple[Worker, ...]:

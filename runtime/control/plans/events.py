@@ -50,6 +50,14 @@ class EventKind(Enum):
     """The model was compiled for batches of another shape; ``text`` has their sizes and the time. Of the first rank alone."""
     FORGOTTEN = "forgotten"
     """A shape of batch is not kept any more, as others were used later; ``text`` has its sizes. Of the first rank alone."""
+    LOST = "lost"
+    """Processes are lost, and the others go on; ``text`` says which, and how their epoch broke. Of the first rank alone."""
+    HOSTED = "hosted"
+    """A rank hosts workers of lost processes from now on; ``text`` says which. Of the first rank alone."""
+    REDONE = "redone"
+    """A call has broken, and is done again; ``text`` names it. Of the first rank alone."""
+    FENCED = "fenced"
+    """The others have gone on without this rank, which they took for lost."""
     LINK = "link"
     """An RDMA device of this rank reported an event such as a port that went down; ``text`` has it and the state of the
     ports.

@@ -12,6 +12,7 @@ from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Program
 from adaptra.program.placement import stages_of
+from adaptra.runtime.data_parallel.kept_buffers import KeptBuffers
 from adaptra.runtime.data_parallel.replica_buffers import ReplicaBuffers
 from adaptra.runtime.injection.points import Moment
 from adaptra.runtime.outputs.step_outputs import StepOutputs
@@ -27,7 +28,7 @@ from adaptra.runtime.worker.step.receive_pool import by_worker
 from adaptra.runtime.worker.step.replica_losses import ReplicaLosses
 from adaptra.runtime.worker.step.shapes import RankShape, StepShape
 from adaptra.runtime.worker.step.stage_factory import StageFactory, message_bytes
-from adaptra.runtime.worker.step.step_end import AllAtOnce, Contribution, StepEnd
+from adaptra.runtime.worker.step.step_end import AllAtOnce, Certificate, Contribution, StepEnd
 
 Batch = Sequence[Sequence[Tensor]]
 """The tensors of a step, per microbatch."""
@@ -49,6 +50,7 @@ class StepParts:
         gradients: Adds up the gradients of this rank's stages.
         norms: The norm of all ranks' gradients.
         buffers: Keeps the buffers of replicas equal.
+        kept: Copies of other replicas' buffers in a job that survives their loss.
         first: What of this rank depends on the shape of the compilation.
     """
 
@@ -83,6 +85,10 @@ class StepParts:
         self.norms: Final = GradientNorms(rank, trainable, compiled, placement, transport, context.device)
         equal = compiled.changing_in(*own) if options.broadcast_buffers and context.replicas.count > 1 else ()
         self.buffers: Final = ReplicaBuffers(context.replicas, [state[name] for name in equal])
+        changing = {name: state[name] for name in compiled.changing_in(*own)} if options.survive else {}
+        self.kept: Final = KeptBuffers(
+            context.replicas, changing, (0,) if options.broadcast_buffers else range(context.replicas.count)
+        )
         self.factory: Final = StageFactory(
             compiled, state, microbatches, context, reduction, self.gradients, self.end.complete, self.buffers.wait
         )
@@ -130,8 +136,8 @@ class StepParts:
         steps_before: int,
         shape: RankShape,
         outputs: dict[int, StepOutputs],
-    ) -> Tensor:
-        """Run a training step and accumulate gradients.
+    ) -> Certificate:
+        """Run a training step up to what fills ``grad``: see :meth:`.step_end.StepEnd.commit`.
 
         Args:
             executor: Runs the step's program.
@@ -144,8 +150,8 @@ class StepParts:
                 outputs of their microbatches.
 
         Returns:
-            The loss of every microbatch, (microbatches,), on every rank; if weighted (microbatches, 2), each a sum and its
-            weight.
+            What the gradients are made of. Its losses have the shape (microbatches,), on every rank. If weighted it is
+            (microbatches, 2), each a sum and its weight.
         """
         program, replica, timeout = executor.program, self._context.replica, self._context.options.timeout
 
@@ -176,10 +182,9 @@ class StepParts:
         self.end.reduce()
         losses = shape.losses.end_step(timeout)
         certificate = self.end.certify(Contribution(replica, shape.shape.rows, losses))
-        self._context.failures.at(step, Moment.CERTIFICATE)
-        self.end.commit(certificate)
         self._probes.end_step(timeout)
-        return certificate.losses
+        self.kept.gather()
+        return certificate
 
     def run_evaluation(
         self,
@@ -215,6 +220,7 @@ class StepParts:
             losses = shape.losses.end_step(self._context.options.timeout)
             losses = self._losses.combine(self._context.replica, shape.shape.rows, losses)
         self.buffers.end()
+        self.kept.gather()
         return losses
 
     def outputs(self, shape: StepShape) -> dict[int, StepOutputs]:

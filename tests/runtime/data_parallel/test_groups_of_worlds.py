@@ -37,7 +37,7 @@ def survive(rank: int) -> tuple[list[float], list[list[int]]] | None:
     summed = after.combine_losses(torch.tensor([float(rank), 1.0]), mean=False, aside=True).tolist()
     numbers = after.gather([rank])
     assert after.any_has(rank == 2) and not after.any_has(False)
-    assert after.first([torch.tensor([rank])])[0].item() == 0
+    assert after.values_of(0, [torch.tensor([rank])])[0].item() == 0
     assert after.ranks == (0, 2)
     after.end()
     before.abort()

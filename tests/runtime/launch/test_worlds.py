@@ -11,6 +11,7 @@ from transport_bodies import SMALL, forward, make
 
 from adaptra.errors import LaunchError
 from adaptra.runtime.control_store import spare_clients
+from adaptra.runtime.launch.carriers import DelegateSetup
 from adaptra.runtime.launch.launch import Launch, launch
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.world.world import Attempt, ProcessId, World
@@ -37,8 +38,8 @@ def exchange(transport: Transport) -> None:
 def enter(rank: int, with_delegate: bool) -> tuple[int, int] | None:
     """How many more files are open after the last of some epochs than after the first, and the clients opened meanwhile."""
     dist.init_process_group("gloo")
-    addresses = ["127.0.0.1"] if with_delegate else []
-    launched: Launch = launch(RANKS, "c10d", {}, TIMEOUT, with_delegate=with_delegate, addresses=addresses)
+    delegate = DelegateSetup(is_beside=True, addresses=["127.0.0.1"]) if with_delegate else DelegateSetup()
+    launched: Launch = launch(RANKS, "c10d", {}, TIMEOUT, delegate=delegate)
     job = launched.job
     launched.meet(TIMEOUT)
     everyone = launched.everyone

@@ -23,7 +23,7 @@ from adaptra.runtime.survival.evidence import SILENT_SECONDS, Evidence
 
 PATIENCE = 20.0
 HERE = "127.0.0.1"
-REFUSED = "its host refuses connections to it: its process has ended"
+REFUSED = "has ended: its host refuses connections to it"
 SILENT = "has not answered for 2 s: it is frozen or cut off"
 PROCESSES = 4
 KILLED, FROZEN, BUSY = 1, 2, 3

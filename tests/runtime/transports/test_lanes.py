@@ -14,6 +14,7 @@ from adaptra.runtime.control.deciding.policy import _delegated
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.detection.changes import EdgeChange
 from adaptra.runtime.detection.detector import Detection
+from adaptra.runtime.launch.carriers import DelegateSetup
 from adaptra.runtime.launch.launch import launch
 from adaptra.runtime.options import Options
 from adaptra.runtime.transports.base import Identity, Purpose
@@ -126,4 +127,4 @@ def test_what_is_no_address_is_refused(addresses: Any) -> None:
 
 def test_the_delegate_takes_over_edges_of_c10d_and_nccl_only() -> None:
     with pytest.raises(LaunchError, match=r"Options\(delegate=...\) with transport 'local': expected c10d or nccl"):
-        launch(2, "local", {}, 5, with_delegate=True)
+        launch(2, "local", {}, 5, delegate=DelegateSetup(is_beside=True))

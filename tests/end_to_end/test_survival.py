@@ -1,0 +1,146 @@
+"""A connection that breaks or a process that dies costs the call under way, which is done again: no number changes.
+
+The store is in the test's own process, as that of ``adaptra run`` is in its supervisor's.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+from processes import run_processes
+from test_hosting import Values, compare, train_cases
+
+pytestmark = pytest.mark.processes
+
+Faults = Mapping[str, Sequence[str]]
+"""The faults of each case."""
+
+
+def train_broken(rank: int, port: int, replicas: int, faults: Faults) -> dict[str, Values]:
+    join_by(port)
+    return train_cases(rank, replicas, 2, [*faults], faults, survive=True)
+
+
+def join_by(port: int) -> None:
+    """Have this process find the job's store where its launcher has it."""
+    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+
+def run_with_store(function: Any, count: int, *args: Any, **how: Any) -> list[Any]:
+    """The results of a function in processes whose store does not end with any of them."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return run_processes(function, count, store.port, *args, timeout=400, **how)
+
+
+@cache
+def undisturbed(replicas: int, names: tuple[str, ...]) -> list[dict[str, Values]]:
+    return run_processes(train_cases, replicas * 2, replicas, 2, names, timeout=400)
+
+
+def survive(replicas: int, faults: Faults, dead: tuple[int, ...] = ()) -> None:
+    """Check that a training with faults has all numbers of one without."""
+    told = run_with_store(train_broken, replicas * 2, replicas, faults, may_die=dead)
+    left = [one for rank, one in enumerate(told) if rank not in dead]
+    assert all(one is not None for one in left)
+    compare(undisturbed(replicas, tuple(faults)), left)
+
+
+def test_broken_calls_are_done_again() -> None:
+    """In ops, sums, norms and the certificate, with all that a step may have."""
+    survive(
+        2,
+        {
+            "gpt_dropout": ["break 0.0 @1:0W1", "break 1.1 @1:clip", "break 1.0 @3:certificate"],
+            "resnet": ["break 1.1 @0:1F2", "break 0.1 @2:REDUCE", "break 0.0 @3:certificate"],
+            "buffers of their own": ["break 0.1 @2:1F3", "break 1.0 @3"],
+            "shapes": ["break 1.0 @1:0F1", "break 0.1 @2:certificate", "break 0.0 @3:optimizer"],
+            "v": ["break 0.0 @1:3B0", "break 1.1 @2:REDUCE"],
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "faults", "dead"),
+    [
+        ("resnet", ["kill 0.0 @1:0F3"], (0,)),
+        ("buffers of their own", ["kill 1.1 @2:certificate"], (3,)),
+        ("gpt_dropout", ["kill 0.1 @1:clip", "kill 1.0 @3:REDUCE"], (1, 2)),
+    ],
+    ids=["the first rank", "at the certificate", "one after the other"],
+)
+def test_training_goes_on_without_lost_processes(case: str, faults: list[str], dead: tuple[int, ...]) -> None:
+    survive(2, {case: faults}, dead)
+
+
+def test_two_of_three_replicas_lose_a_process_at_once() -> None:
+    survive(3, {"gpt_dropout": ["kill 1.0 @1:0B1", "kill 2.1 @1"]}, (2, 5))
+
+
+def train_on(rank: int, port: int, faults: Sequence[str], fails: bool) -> tuple[str, str, float]:
+    """The kind and the text of the error that ends a training, and the seconds that its call took."""
+    import torch.distributed as dist
+    from training import MIXED, compiled
+
+    import adaptra
+    from adaptra.errors import AdaptraError, PipelineError
+
+    join_by(port)
+    dist.init_process_group("gloo")
+    inputs, _, targets = batch = MIXED.rows(12, seed=0)
+    options = adaptra.Options(survive=True, faults=faults)
+    with compiled(MIXED, batch, stages=2, microbatches=4, options=options) as pipe:
+        began = time.monotonic()
+        try:
+            for step in range(60):
+                began = time.monotonic()
+                if fails and step == 2 and rank in (1, 3):
+                    register_hook(pipe, fails=rank == 3)
+                pipe.step(inputs[0], targets)
+        except (AdaptraError, ZeroDivisionError) as error:
+            seconds = time.monotonic() - began
+            with pytest.raises(PipelineError, match="has failed"):
+                pipe.step(inputs[0], targets)
+            return type(error).__name__, str(error), seconds
+    return "", "", 0.0
+
+
+def register_hook(pipe: Any, *, fails: bool) -> None:
+    """Have the next step fail by the user's own code, or not."""
+    *_, (_, parameter) = pipe.named_parameters()
+    parameter.register_hook(lambda gradient: 1 / 0 if fails else gradient)
+
+
+def test_a_frozen_process_is_left_behind_and_fenced() -> None:
+    *lived, frozen = run_with_store(train_on, 4, ["freeze 1.1 @3 7s"], False)
+    assert [kind for kind, _, _ in lived] == [""] * 3
+    assert frozen[0] == "FencedError"
+
+
+def test_the_last_process_of_a_stage_ends_the_job() -> None:
+    told = run_with_store(train_on, 4, ["kill 0.1 @2", "kill 1.1 @3:1F2"], False, may_die=(1, 3))
+    for kind, text, seconds in (told[0], told[2]):
+        assert (
+            kind == "StageLostError" and "all processes with the stages of place 1 are lost: rank 3 (rank 3 has ended: " in text
+        )
+        assert "training has completed 3 steps" in text
+        assert seconds < 10
+
+
+def test_a_replica_without_a_process_that_has_its_batch_ends_the_job() -> None:
+    told = run_with_store(train_on, 4, ["kill 1.0 @2", "kill 1.1 @3:1F2"], False, may_die=(2, 3))
+    assert {(kind, "given the batch of replica 1 are lost" in text) for kind, text, _ in told[:2]} == {("DataLostError", True)}
+
+
+def test_an_exception_of_a_process_ends_the_job() -> None:
+    *others, failed = run_with_store(train_on, 4, [], True)
+    assert failed[0] == "ZeroDivisionError"
+    assert all(
+        kind == "PeerLostError" and "rank 3 failed: ZeroDivisionError: division by zero" in text for kind, text, _ in others
+    )
