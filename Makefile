@@ -17,7 +17,7 @@ ON_FAKE_CUDA := @tests/fake_cuda/suites.txt
 ON_ALL_CORES := --numprocesses=logical --dist=worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo check test lint types docs cxx unit processes alone fake_cuda rdma checks aside versions gpu gpu-slow-link bench clean
+.PHONY: help setup demo demo-failure check test lint types docs cxx unit processes alone fake_cuda rdma checks aside versions gpu gpu-slow-link bench clean
 
 help: ## name every target
 	@sed -nE 's/^([a-z_-]+):[^#]*## (.*)$$/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -38,6 +38,9 @@ $(READY): pyproject.toml CMakeLists.txt $(CONSTRAINTS) $(CXX_SOURCES)
 
 demo: $(READY) ## train a GPT over 4 ranks through a link that turns slow
 	$(BIN)/torchrun --nproc-per-node=4 examples/train_gpt.py --output out/demo
+
+demo-failure: $(READY) ## kill a worker of a GPT's training in a step: it goes on, and no bit differs
+	$(BIN)/python examples/kill_worker.py --output out/demo-failure
 
 # Of what changed and what stands on it, within three minutes; make check CHECK=--help says more.
 check: $(READY) ## lint, types and tests of what changed, in three minutes
