@@ -86,7 +86,7 @@ class Replicas:
         self._gradients_on = device
         self._column = world.column(place)
         self.count = len(self._column)
-        self._groups = tuple(
+        self._groups: tuple[dist.ProcessGroup, ...] = tuple(
             new_group(Members(f"{name}/stage {place}{part}", self.index, self.count), backend)
             for part in (("", " aside") if self.count > 1 else ())
         )
@@ -244,6 +244,10 @@ class Replicas:
             self._ended = True
         for group in self._groups:
             end_waits(group)
+
+    def release(self) -> None:
+        """Release the groups of an epoch that has broken: their descriptors and threads end with the last reference."""
+        self._groups, self._sums = (), {}
 
     def end(self) -> None:
         """End the groups, once nothing is under way and nothing has failed. May be called again."""

@@ -292,8 +292,9 @@ class LocalWorkers:
     def leave(self) -> None:
         """End the workers of an epoch that has broken, beside what follows. What records their events stays open."""
         if (found := self._end.detach()) is not None:
-            workers, threads, *_ = found[2]
-            threading.Thread(target=_end_beside, args=(workers, threads), name="adaptra ends an epoch", daemon=True).start()
+            workers, threads, _, launched = found[2]
+            ended = workers, threads, launched
+            threading.Thread(target=_end_beside, args=ended, name="adaptra ends an epoch", daemon=True).start()
 
     def close(self) -> None:
         """End all workers. It may be called again."""
@@ -337,12 +338,14 @@ def _end_for_good(
     _end(workers, threads, recorders, launched)
 
 
-def _end_beside(workers: Sequence[Worker], threads: ThreadPoolExecutor | None) -> None:
-    """Close the workers of an epoch that has broken."""
+def _end_beside(workers: Sequence[Worker], threads: ThreadPoolExecutor | None, launched: Launch) -> None:
+    """Close the workers of an epoch that has broken, and what joined them to others."""
     for worker in workers:
         worker.close(goes_on=True)
     if threads is not None:
         threads.shutdown()
+    for replicas in launched.replicas:
+        replicas.release()
 
 
 def _end(workers: Sequence[Worker], threads: ThreadPoolExecutor | None, recorders: Recorders, launched: Launch) -> None:
