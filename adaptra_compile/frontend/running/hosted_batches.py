@@ -44,7 +44,7 @@ class HostedBatches:
         self._home = home
         self._guest = guest
         self._guests: dict[int, Batches] = {}
-        self._leaving: list[Callable[[], None]] = []
+        self._leaving: list[Callable[[], None]]
         self.begin()
 
     @property
@@ -56,6 +56,7 @@ class HostedBatches:
         """Begin with the workers that run now, and with the shape of their stages."""
         hosted = sorted({worker.replica for worker in self._local.workers} - {self._local.launched.replica})
         self._guests = {replica: self._guests.get(replica) or self._guest(replica) for replica in hosted}
+        self._leaving = []  # for ranks of another world
         for batches in self.all:
             batches.begin()
 

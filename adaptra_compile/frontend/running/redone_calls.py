@@ -57,23 +57,22 @@ class RedoneCalls:
         self._local.require_running()
         self._name = name
         self._number += 1
+        self._keeper.begin_call()
         try:
             self._catch_up()
             kept = _Changing(self._local)
             for times in range(_MOST_TIMES):
                 try:
-                    self._keeper.begin_call()
                     return call()
                 except Exception as error:
                     self._break_by(error, is_last=times == _MOST_TIMES - 1)
-                finally:
-                    self._keeper.end_call()
                 kept.restore()
                 self._catch_up()
                 if self._local.launched.is_first:
                     self._local.workers[0].controller.recorder.emit_now(EventKind.REDONE, name)
             raise AssertionError("the last time ends the job")
         finally:
+            self._keeper.end_call()
             self._name = None
 
     def certify(self, name: str) -> None:
