@@ -1,8 +1,8 @@
 """What survival costs: a healthy step, a call that breaks, and a process that is killed, with the bits of each run.
 
-Ops are emulated, so that all ranks fit this machine. A run with faults trains as one without, in the same processes or in new
-ones. The seconds of a loss are those by which the longest step exceeds the median one: until all know it, the next epoch, and
-the call that is done again. They are given without the redone step too.
+Ops are emulated, so that all ranks fit this machine. A run with faults trains as one without. A loss costs the seconds by which
+the broken step exceeds two usual ones: the other of these is the call that is done again. What is left passes until all know of
+it, and the next epoch stands.
 """
 
 from __future__ import annotations
