@@ -128,6 +128,7 @@ def register_hook(pipe: Any, *, fails: bool) -> None:
     parameter.register_hook(lambda gradient: 1 / 0 if fails else gradient)
 
 
+@pytest.mark.timed
 def test_a_frozen_process_is_left_behind_and_fenced() -> None:
     *lived, frozen = run_with_store(train_on, 4, ["freeze 1.1 @3 7s"], False)
     assert [kind for kind, _, _ in lived] == [""] * 3
@@ -135,6 +136,7 @@ def test_a_frozen_process_is_left_behind_and_fenced() -> None:
     check_documented(kind, text, "rank …: the others went on without it in epoch …")
 
 
+@pytest.mark.timed
 def test_the_last_process_of_a_stage_ends_the_job() -> None:
     told = run_with_store(train_on, 4, ["kill 0.1 @2", "kill 1.1 @3:1F2"], False, may_die=(1, 3))
     for kind, text, seconds in (told[0], told[2]):
