@@ -37,7 +37,7 @@ def verify_messages(program: Program, rank: int, *, changing: Container[int] = (
         InvalidProgramError: A rule is broken, as of :func:`.verify`.
     """
     near = sorted(program.routing.peers((rank,)))
-    check_ops(program, (rank,))
+    check_ops(program, near)  # those of other ranks are looked up too
     places = places_of(program, near)
     facts = Facts(program, places, True, program.is_forward_only, True, False, changing, (rank,))
     every_message_has_two_ends(facts)

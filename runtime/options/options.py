@@ -28,7 +28,7 @@ class Options(RecordingOptions, InjectionOptions, TransportOptions, StageOptions
     - :class:`~adaptra.runtime.options.stage_options.StageOptions`: ``seed``, ``inner``, ``captured``, ``broadcast_buffers``,
       ``reduce``, ``deterministic``, ``shapes``;
     - :class:`~adaptra.runtime.options.transport_options.TransportOptions`: ``timeout``, ``delegate``, ``addresses``,
-      ``lossy_bf16``;
+      ``lossy_bf16``, ``survive``;
     - :class:`~adaptra.runtime.options.injection_options.InjectionOptions`: ``faults``, ``emulate``;
     - :class:`~adaptra.runtime.options.recording_options.RecordingOptions`: ``on_event``, ``telemetry``.
 

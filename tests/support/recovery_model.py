@@ -28,7 +28,7 @@ from typing import Any, NamedTuple, cast
 
 from exploring import Trace, ViolationError, explore
 
-from adaptra.errors import FencedError, StageLostError
+from adaptra.errors import DataLostError, FencedError, StageLostError
 from adaptra.runtime.survival.recovery import Recovery
 from adaptra.runtime.world.world import World
 
@@ -415,6 +415,7 @@ class Model:
             "done": True,
             FencedError.__name__: had["freezes"],
             StageLostError.__name__: had["freezes"] or had["deaths"],
+            DataLostError.__name__: had["freezes"] or had["deaths"],
             "PeerLostError": had["failures"],
         }
         for process in present:

@@ -302,6 +302,7 @@ class LocalWorkers:
             self.calls.close(informs=True)
         was_open = self._end.alive
         self._end()
+        self.redone = None  # which refers to this
         self.launched.job.leave()
         self._end_membership()
         if was_open and self._failure is None:

@@ -57,10 +57,8 @@ class Session:
         self.look = look
         self.reduction = spec.reduction
         self.microbatches = spec.microbatches
-        self.batches = Batches(spec, local, None, recompile)
-        self.hosted_batches = HostedBatches(
-            local, self.batches, lambda replica: Batches(spec, local, replica, self.batches.recompile)
-        )
+        self.batches = home = Batches(spec, local, None, recompile)
+        self.hosted_batches = HostedBatches(local, home, lambda replica: Batches(spec, local, replica, home.recompile))
         self.held = HeldState(local, names, spec.options.timeout)
         self.changes = Reconfiguration(spec, local, self.hosted_batches, self.held, following)
         if (keeper := local.launched.job.keeper) is not None:

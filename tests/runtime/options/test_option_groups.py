@@ -29,6 +29,7 @@ OTHERS: dict[str, Any] = {
     "emulate": adaptra.EmulatedDevice(0.1, 0.1, 0.1),
     "delegate": [(1, 2)],
     "lossy_bf16": "slow",
+    "survive": True,
     "inner": "aot_eager",
     "shapes": 4,
     "broadcast_buffers": False,
