@@ -83,7 +83,7 @@ class EpochKeeper:
     def broke(self, number: int, error: BaseException) -> None:
         """Tell all that the epoch of this number has broken. Only the first time counts."""
         why = f"rank {self._process}: {error}"
-        if self._hear(0, f"{number} {why}"):
+        if self._break(number, why):
             self._news.tell(f"{number} {why}")
 
     def fail(self, error: BaseException) -> None:
@@ -156,20 +156,23 @@ class EpochKeeper:
         if not self._thread.is_alive():
             give_back(self._store)
 
-    def _hear(self, _number: int, text: str) -> bool:
-        """Take the news of a break, and return whether this process's epoch has broken by them."""
+    def _hear(self, _number: int, text: str) -> None:
         number, _, why = text.partition(" ")
+        self._break(int(number), why)
+
+    def _break(self, number: int, why: str) -> bool:
+        """Take it that the epoch of this number has broken, and return whether this process's has, by just that."""
         with self._changed:
-            has_broken = not self._closed and self._recovery.hear(int(number), why)
+            has_broken = not self._closed and self._recovery.hear(number, why)
             self._changed.notify_all()
         if has_broken:
-            self._on_break(self._lost(int(number), why))
+            self._on_break(self._lost(number, why))
         return has_broken
 
     def _hear_of_end(self, process: int, how: str) -> None:
         world = self.epoch.world
         if process in world.processes:
-            self._hear(0, f"{world.epoch} rank {process} {how}")
+            self._break(world.epoch, f"rank {process} {how}")
 
     def _run(self) -> None:
         recovery = self._recovery
