@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 from adaptra.frontend.planned.stage_planning import PipelineSpec
-from adaptra.frontend.planned.worker_factory import open_recorders, states_with_guests
-from adaptra.frontend.running.hosted_batches import HostedBatches
 from adaptra.frontend.running.local_workers import LocalWorkers
+from adaptra.frontend.running.next_workers import NextWorkers
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.world.world import World
 
@@ -19,13 +17,13 @@ class NextEpoch:
     Args:
         spec: Plans the pipeline.
         local: The workers of this process.
-        batches: The batches of its workers.
+        next_workers: Begins those in their place.
     """
 
-    def __init__(self, spec: PipelineSpec, local: LocalWorkers, batches: HostedBatches) -> None:
+    def __init__(self, spec: PipelineSpec, local: LocalWorkers, next_workers: NextWorkers) -> None:
         self._spec = spec
         self._local = local
-        self._batches = batches
+        self._next_workers = next_workers
 
     def enter(self, world: World, why: str) -> None:
         """Go on with new workers in a world, at the step at which the old ones ended. All its processes call it.
@@ -37,27 +35,13 @@ class NextEpoch:
         Raises:
             PeerLostError, TransportError, ControlError: This epoch has broken too.
         """
-        local, before = self._local, self._local.workers
+        local = self._local
         ended = local.launched.world.processes
         planned = self._spec.within(world).planned(local.compiled)
         local.leave()
-        with ExitStack() as opened:
-            launched = local.launched.enter(world)
-            for transport in launched.transports:
-                opened.callback(transport.close)
-            recorders = open_recorders(self._spec.options, launched, local.recorders)
-            states = states_with_guests(launched, [worker.state for worker in local.home], planned.compiled, before)
-            first = before[0].numbers
-            workers = planned.factory.workers(launched, recorders, states, planned.initial, first.next_step)
-            opened.pop_all()
-        earlier = {(worker.replica, worker.rank): worker for worker in before}
-        for worker in workers:
-            worker.numbers.steps_before = first.steps_before
-            if (same := earlier.get((worker.replica, worker.rank))) is not None:
-                worker.controller.go_on_after(same.controller)
-            worker.kept.kept = before[0].kept.kept
-        local.run_by(planned, launched, workers, recorders)
-        self._batches.begin()
+        with self._next_workers.joined(world) as (launched, opened):
+            states = [worker.state for worker in local.home]
+            self._next_workers.begin(planned, launched, states, opened, local.recorders)
         if launched.is_first:
             self._tell(gone=sorted(set(ended).difference(world.processes)), why=why)
 

@@ -16,10 +16,10 @@ from adaptra.collectives.seconds import SumPlan
 from adaptra.errors import AdaptraError, OptionError, PipelineError
 from adaptra.frontend.followed.following import Following
 from adaptra.frontend.planned.stage_planning import PipelineSpec, PlannedPipeline
-from adaptra.frontend.planned.worker_factory import close_all, open_recorders, states_with_guests
 from adaptra.frontend.running.held_state import HeldState
 from adaptra.frontend.running.hosted_batches import HostedBatches
 from adaptra.frontend.running.local_workers import LocalWorkers
+from adaptra.frontend.running.next_workers import NextWorkers
 from adaptra.graph.compile import Captured
 from adaptra.graph.inner_compiler import prepare
 from adaptra.graph.stages.stages import TrainStage
@@ -48,17 +48,25 @@ class Reconfiguration:
     Args:
         spec: Plans a pipeline after a change of its stages.
         local: The workers of this process.
-        batches: Begin anew with other stages.
+        batches: The batches of its workers.
+        next_workers: Begins those in their place.
         held: The state of this process's stages.
         following: Notices changes of the model; None if the caller does.
     """
 
     def __init__(
-        self, spec: PipelineSpec, local: LocalWorkers, batches: HostedBatches, held: HeldState, following: Following | None
+        self,
+        spec: PipelineSpec,
+        local: LocalWorkers,
+        batches: HostedBatches,
+        next_workers: NextWorkers,
+        held: HeldState,
+        following: Following | None,
     ) -> None:
         self._spec = spec
         self._local = local
         self._batches = batches
+        self._next_workers = next_workers
         self._held = held
         self._following = following
 
@@ -268,30 +276,19 @@ class Reconfiguration:
         *,
         has_moved: bool = True,
     ) -> None:
-        """Continue with new workers at the step at which the old ones ended. ``opened`` then no longer closes anything."""
-        recorders = open_recorders(self._spec.options, launched)
-        opened.callback(close_all, recorders)
-        (before, *_) = self._local.workers
-        states = states_with_guests(launched, states, planned.compiled, self._local.workers)
-        workers = planned.factory.workers(launched, recorders, states, planned.initial, before.numbers.next_step)
-        for worker, earlier in zip(workers, self._local.workers, strict=True):
-            worker.numbers.steps_before = before.numbers.steps_before
-            worker.controller.go_on_after(earlier.controller)
-        opened.pop_all()
-        self._local.run_by(planned, launched, workers, recorders)
-        self._batches.begin()
+        """Continue with new workers, of which other replicas keep what changes in a job that survives."""
+        states = self._next_workers.begin(planned, launched, states, opened)
         if has_moved:
             self._local.sharing.moved(states)
-        self._local.on_every_rank(lambda worker: worker.kept.gather(), "change", lambda worker: worker.kept.commit())
+        if self._local.redone is not None:
+            self._local.on_every_rank(lambda worker: worker.kept.gather(), "change", lambda worker: worker.kept.commit())
 
     @contextmanager
     def _restarting(self, what: str, roles: Roles | None = None) -> Generator[tuple[Launch, ExitStack]]:
-        """Yield what joins new workers, in the next world, and a stack that closes it unless :meth:`_start` is reached."""
-        with self._local.called(f"take_{what}"), self._local.changing(what), ExitStack() as opened:
-            launched = self._local.launched.enter(self._local.launched.world.followed_by(roles))
-            for transport in launched.transports:
-                opened.callback(transport.close)
-            yield launched, opened
+        """Yield what :meth:`.next_workers.NextWorkers.joined` yields of the next world."""
+        following = self._local.launched.world.followed_by(roles)
+        with self._local.called(f"take_{what}"), self._local.changing(what), self._next_workers.joined(following) as joined:
+            yield joined
 
     def _replicated(self) -> Roles:
         self._require_no_guests("roles")

@@ -11,6 +11,7 @@ from adaptra.frontend.running.held_state import HeldState
 from adaptra.frontend.running.hosted_batches import HostedBatches
 from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.running.next_epoch import NextEpoch
+from adaptra.frontend.running.next_workers import NextWorkers
 from adaptra.frontend.running.reconfiguration import Reconfiguration
 from adaptra.frontend.running.redone_calls import RedoneCalls
 from adaptra.frontend.saved.model_names import ModelNames
@@ -60,9 +61,10 @@ class Session:
         self.batches = home = Batches(spec, local, None, recompile)
         self.hosted_batches = HostedBatches(local, home, lambda replica: Batches(spec, local, replica, home.recompile))
         self.held = HeldState(local, names, spec.options.timeout)
-        self.changes = Reconfiguration(spec, local, self.hosted_batches, self.held, following)
+        next_workers = NextWorkers(spec.options, local, self.hosted_batches)
+        self.changes = Reconfiguration(spec, local, self.hosted_batches, next_workers, self.held, following)
         if (keeper := local.launched.job.keeper) is not None:
-            local.redone = RedoneCalls(local, keeper, NextEpoch(spec, local, self.hosted_batches).enter)
+            local.redone = RedoneCalls(local, keeper, NextEpoch(spec, local, next_workers).enter)
 
     @property
     def workers(self) -> tuple[Worker, ...]:
