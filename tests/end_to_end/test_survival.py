@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import pytest
 from errors_table import check_documented
 from processes import run_processes
-from test_hosting import Values, compare, train_cases
+from test_hosting import Undisturbed, Values, compare, train_cases
 
 pytestmark = pytest.mark.processes
 
@@ -40,22 +39,18 @@ def run_with_store(function: Any, count: int, *args: Any, **how: Any) -> list[An
     return run_processes(function, count, store.port, *args, timeout=400, **how)
 
 
-@cache
-def undisturbed(replicas: int, names: tuple[str, ...]) -> list[dict[str, Values]]:
-    return run_processes(train_cases, replicas * 2, replicas, 2, names, timeout=400)
-
-
-def survive(replicas: int, faults: Faults, dead: tuple[int, ...] = ()) -> None:
+def survive(undisturbed: Undisturbed, replicas: int, faults: Faults, dead: tuple[int, ...] = ()) -> None:
     """Check that a training with faults has all numbers of one without."""
     told = run_with_store(train_broken, replicas * 2, replicas, faults, may_die=dead)
     left = [one for rank, one in enumerate(told) if rank not in dead]
     assert all(one is not None for one in left)
-    compare(undisturbed(replicas, tuple(faults)), left)
+    compare(undisturbed(replicas, [*faults]), left)
 
 
-def test_broken_calls_are_done_again() -> None:
+def test_broken_calls_are_done_again(undisturbed: Undisturbed) -> None:
     """In ops, sums, norms and the certificate, with all that a step may have."""
     survive(
+        undisturbed,
         2,
         {
             "gpt_dropout": ["break 0.0 @1:0W1", "break 1.1 @1:clip", "break 1.0 @3:certificate"],
@@ -73,15 +68,18 @@ def test_broken_calls_are_done_again() -> None:
         ("resnet", ["kill 0.0 @1:0F3"], (0,)),
         ("buffers of their own", ["kill 1.1 @2:certificate"], (3,)),
         ("gpt_dropout", ["kill 0.1 @1:clip", "kill 1.0 @3:REDUCE"], (1, 2)),
+        ("changes", ["break 0.0 @1:0B1", "kill 1.1 @3:1F2"], (1,)),
     ],
-    ids=["the first rank", "at the certificate", "one after the other"],
+    ids=["the first rank", "at the certificate", "one after the other", "after changes of roles and cut"],
 )
-def test_training_goes_on_without_lost_processes(case: str, faults: list[str], dead: tuple[int, ...]) -> None:
-    survive(2, {case: faults}, dead)
+def test_training_goes_on_without_lost_processes(
+    case: str, faults: list[str], dead: tuple[int, ...], undisturbed: Undisturbed
+) -> None:
+    survive(undisturbed, 2, {case: faults}, dead)
 
 
-def test_two_of_three_replicas_lose_a_process_at_once() -> None:
-    survive(3, {"gpt_dropout": ["kill 1.0 @1:0B1", "kill 2.1 @1"]}, (2, 5))
+def test_two_of_three_replicas_lose_a_process_at_once(undisturbed: Undisturbed) -> None:
+    survive(undisturbed, 3, {"gpt_dropout": ["kill 1.0 @1:0B1", "kill 2.1 @1"]}, (2, 5))
 
 
 STAGE_LOST = (
