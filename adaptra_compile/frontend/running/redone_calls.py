@@ -60,8 +60,8 @@ class RedoneCalls:
         self._keeper.begin_call()
         try:
             self._catch_up()
-            kept = _Changing(self._local)
             for times in range(_MOST_TIMES):
+                kept = _Changing(self._local)  # each time, as workers that were lost meanwhile are guests by now
                 try:
                     return call()
                 except Exception as error:
