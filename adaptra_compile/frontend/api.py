@@ -13,6 +13,7 @@ this process.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from adaptra.errors import BatchError, OptionError, PipelineError
 from adaptra.frontend.arguments.accelerate_doors import refuse_accelerate, refuse_accelerator
 from adaptra.frontend.arguments.arguments import CompileArguments
+from adaptra.frontend.arguments.call_batches import CallBatch, OfReplica, inputs_and_targets, of_replica, require_same
 from adaptra.frontend.arguments.placing import STRAIGHT, Placement
 from adaptra.frontend.arguments.step_arguments import Outputs, StepArguments, check_outputs, name_of_call
 from adaptra.frontend.builder import build
@@ -56,6 +58,7 @@ def compile(
     options: Options | None = None,
     weights: str | Path | None = None,
     replicas: int | None = None,
+    batches: Callable[[int, int], Any] | None = None,
 ) -> Pipeline:
     """Compile a model into a training pipeline that adapts to slow links and stages.
 
@@ -101,6 +104,10 @@ def compile(
         replicas: The number of data-parallel replicas. With None, the ranks make as many as they can. Fewer ranks than these
             replicas have may run them: some ranks then also host workers of other replicas. Every number stays that of as many
             ranks. Each replica needs one rank that is given its batch.
+        batches: A function of the training step and the replica that returns their batch, each time the same one. That is
+            inputs, ``(inputs, targets)``, or a dict of step's arguments. Then :meth:`Pipeline.step` takes no batch. Steps are
+            counted from 0, over earlier pipelines that a checkpoint continues. With ``Options(survive=True)`` a replica may
+            then lose all its processes.
 
     Raises:
         OptionError: An argument is invalid. The text names it.
@@ -128,6 +135,7 @@ def compile(
         reduction=reduction,
         weights=weights,
         replicas=replicas,
+        batches=batches,
     )
     refuse_accelerate(request.whole_model)
     pipeline = Pipeline(request)
@@ -135,13 +143,7 @@ def compile(
     if not isinstance(named, Mapping):
         raise OptionError(f"example_kwargs={named!r}: expected a dict of the model's keyword arguments")
     if example_inputs is not None or named:
-        example = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-        if len(example) > 2:
-            raise BatchError(
-                f"example_inputs: a tuple of {len(example)}: expected inputs alone or (inputs, targets); several inputs are a "
-                "tuple of their own, as in ((first, second), targets)"
-            )
-        pipeline.build(*example, **named)
+        pipeline.build(*inputs_and_targets(example_inputs, "example_inputs"), **named)
     return pipeline
 
 
@@ -154,6 +156,7 @@ class Pipeline(LayoutMethods, ObservationMethods):
     def __init__(self, request: CompileArguments) -> None:
         super().__init__(request.whole_model)
         self._request: CompileArguments | None = request
+        self._batches = request.batches
         first = request.whole_model if request.stage_modules is None else request.stage_modules[0]
         self._arguments = StepArguments(first, returns_loss=request.loss is None and request.with_loss)
         self._filler = nn.Parameter(torch.empty(0))
@@ -164,8 +167,11 @@ class Pipeline(LayoutMethods, ObservationMethods):
             raise PipelineError("this pipeline is closed: call adaptra.compile for another one")
         if self._request is None:
             raise PipelineError("this pipeline is compiled already: call adaptra.compile again for batches of another shape")
-        inputs, targets, named = self._arguments.resolve(inputs, targets, kwargs)
-        self._session = build(self._request, *self._arguments.positional(inputs, targets), named)
+        if self._batches is not None and inputs is None and not kwargs:
+            example = self._of_replica(self._batches, 0)(0)
+        else:
+            example = CallBatch.of(self._arguments, *self._arguments.resolve(inputs, targets, kwargs))
+        self._session = build(self._request, example.args, example.targets, example.kwargs)
         # The request refers to the whole model, of which each rank keeps only its own stage.
         self._request = None
 
@@ -180,6 +186,7 @@ class Pipeline(LayoutMethods, ObservationMethods):
 
         Args:
             inputs: The model's input, or a tuple of its positional inputs: a whole batch. Needed on the first stage's rank.
+                With ``compile(batches=…)`` none is needed; if one is given it must be what the function returns.
             targets: The targets of the loss: a whole batch. Needed on the last stage's rank. If the model returns the loss
                 itself, also needed on the first stage's rank.
             outputs: Whether to return the model's outputs beside the loss. With True the rank of the last stage has them. Each
@@ -223,9 +230,14 @@ class Pipeline(LayoutMethods, ObservationMethods):
             if self._losses is None:  # the Accelerator may be younger than the pipeline
                 refuse_accelerator()
             self._follow(session, evaluates=False)
-            args, given = self._arguments.positional(inputs, targets)
             session.require_outputs_at_home(wanted)
-            hosted = session.hosted_batches.of("step", args, given, named, with_loss=True, training=True)
+            home, of_replica = CallBatch.of(self._arguments, inputs, targets, named), None
+            if self._batches is not None:
+                of_replica = self._of_replica(self._batches, session.training_step)
+                expected = of_replica(self.replica)
+                require_same(home, expected, f"batches({session.training_step}, {self.replica})")
+                home = expected
+            hosted = session.hosted_batches.of("step", home, of_replica, with_loss=True, training=True)
             batch = hosted[self.replica]
             require_no_gradient(batch.inputs, session.compiled.inputs.labels, "inputs")
             require_no_gradient(batch.targets, session.compiled.targets.labels, "targets")
@@ -233,7 +245,6 @@ class Pipeline(LayoutMethods, ObservationMethods):
                 session.look.at(batch)
             if wanted:
                 session.batches.prepare_outputs(batch)
-            session.batches.compare_rows("step", inputs, targets, named)
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         to_all = wanted == "all" and session.is_launched
 
@@ -268,7 +279,9 @@ class Pipeline(LayoutMethods, ObservationMethods):
         in evaluation mode too does change.
 
         Args:
-            inputs, targets, kwargs: As for :meth:`step`.
+            inputs, targets, kwargs: As for :meth:`step`. Or alone a function of the replica that returns its batch: inputs,
+                ``(inputs, targets)``, or a dict of these arguments. All ranks give one, or none does. A job that survives
+                with ``batches=`` needs it, as a replica may have lost all its processes.
             outputs: Whether to return the model's outputs beside the loss. ``"all"`` returns them on every rank, also without
                 targets. All ranks of the job give the same.
 
@@ -282,30 +295,48 @@ class Pipeline(LayoutMethods, ObservationMethods):
             BatchError: ``outputs=True`` without targets, unless the model returns the loss. Or as :meth:`step`.
         """
         wanted = check_outputs(outputs)
-        inputs, targets, named = self._arguments.resolve(inputs, targets, kwargs)
-        with_loss = self._arguments.positional(inputs, targets)[1] is not None or self._arguments.returns_loss
+        of_replica = None
+        if callable(inputs) and not isinstance(inputs, Tensor):
+            if targets is not None or kwargs:
+                raise BatchError("eval_step: a function of the replica beside other arguments: expected it alone")
+            of_replica = self._of_replica(inputs)
+            home = of_replica(self.replica)
+        else:
+            home = CallBatch.of(self._arguments, *self._arguments.resolve(inputs, targets, kwargs))
+        with_loss = home.targets is not None or self._arguments.returns_loss
         if wanted is True and not with_loss:
             raise BatchError(
                 "eval_step: outputs=True without targets: expected targets for the loss; without outputs=True the "
                 "outputs are returned alone"
             )
-        return self._evaluate("eval_step", inputs, targets, named, with_loss=with_loss, outputs=wanted)
+        return self._evaluate("eval_step", home, of_replica, with_loss=with_loss, outputs=wanted)
+
+    def _of_replica(self, function: Callable[..., Any], *step: int) -> OfReplica:
+        """Return the batches of a function that users give, for compile or for one evaluation."""
+        name = "batches" if step else "eval_step: the function of the replica"
+        called = partial(function, *step)
+        return of_replica(self._arguments, called, lambda replica: f"{name}({', '.join(map(str, (*step, replica)))})")
 
     def _aliases(self) -> Mapping[str, str]:
         return self._require().compiled.aliases
 
     def _infer(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given, _, named = self._arguments.opened(inputs, None, kwargs)
-        return self._evaluate("call", given, None, named, with_loss=False, outputs=False)
+        batch = CallBatch.of(self._arguments, given, None, named)
+        return self._evaluate("call", batch, None, with_loss=False, outputs=False)
 
-    def _evaluate(
-        self, call: str, inputs: Any, targets: Any, named: dict[str, Any], *, with_loss: bool, outputs: Outputs
-    ) -> Any:
+    def _evaluate(self, call: str, home: CallBatch, of_replica: OfReplica | None, *, with_loss: bool, outputs: Outputs) -> Any:
         """Return the loss in evaluation mode, the outputs, or both."""
         session, name = self._require(), name_of_call(call, outputs)
+        if of_replica is None and not session.launched.world.needs_homes:
+            raise BatchError(
+                f"{call}: one replica's batch, in a job that may lose all processes of a replica: expected a function of the "
+                "replica that returns its batch, as in pipe.eval_step(lambda replica: …)"
+            )
+        name = name if of_replica is None else f"{name} of a function"
 
         def evaluated() -> Any:
-            return self._evaluated(session, call, name, inputs, targets, named, with_loss=with_loss, outputs=outputs)
+            return self._evaluated(session, call, name, home, of_replica, with_loss=with_loss, outputs=outputs)
 
         return session.local.made(name, evaluated)
 
@@ -314,20 +345,17 @@ class Pipeline(LayoutMethods, ObservationMethods):
         session: Session,
         call: str,
         name: str,
-        inputs: Any,
-        targets: Any,
-        named: dict[str, Any],
+        home: CallBatch,
+        of_replica: OfReplica | None,
         *,
         with_loss: bool,
         outputs: Outputs,
     ) -> Any:
         with session.local.at_the_door():
             self._follow(session, evaluates=True)
-            args, given = self._arguments.positional(inputs, targets)
             session.require_outputs_at_home(outputs or not with_loss)
-            hosted = session.hosted_batches.of(call, args, given, named, with_loss=with_loss, training=False)
+            hosted = session.hosted_batches.of(call, home, of_replica, with_loss=with_loss, training=False)
             batch = hosted[self.replica]
-            session.batches.compare_rows(call, inputs, targets, named)
         to_all = outputs == "all" and session.is_launched
 
         def run(worker: Worker) -> tuple[Tensor | None, list[Tensor] | None]:

@@ -81,7 +81,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         placement=request.placed,
         roles=request.roles or request.replicas,
         delegate=DelegateSetup(options.uses_delegate, options.addresses),
-        survives=options.survive,
+        survives=request.survival,
     )
     with ExitStack() as opened:
         opened.callback(launched.give_up)

@@ -8,7 +8,7 @@ import secrets
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 import torch
@@ -45,7 +45,7 @@ from adaptra.runtime.transports.process_groups import (
     own_client,
     sweep,
 )
-from adaptra.runtime.world.world import Attempt, Place, ProcessId, WorkerId, World
+from adaptra.runtime.world.world import Attempt, Place, ProcessId, Survival, WorkerId, World
 
 logger = logging.getLogger(__name__)
 
@@ -408,7 +408,7 @@ def launch(
     placement: Sequence[int] | None = None,
     roles: Roles | int | None = None,
     delegate: DelegateSetup = NO_DELEGATE,
-    survives: bool = False,
+    survives: Survival = Survival.NOT,
 ) -> Launch:
     """Find the ranks of a pipeline. Under a launcher all ranks call it at the same time.
 
@@ -423,7 +423,7 @@ def launch(
         roles: The replica and stage of each rank of the job. Or the number of replicas: with fewer ranks than workers, ranks
             host several. None for as many replicas as consecutive ranks make.
         delegate: How the delegate is set up.
-        survives: Whether the job goes on after the loss of processes.
+        survives: How far the job goes on after the loss of processes.
 
     Raises:
         LaunchError: The job can't survive a loss; says why.
@@ -432,7 +432,8 @@ def launch(
             has other arguments or has not come; names it.
         PeerLostError: A rank failed or died while the ranks connected; names it.
     """
-    between = "delegate" if survives or (device.type == "cuda" and not delegate.is_beside) else "c10d"
+    goes_on = survives is not Survival.NOT
+    between = "delegate" if goes_on or (device.type == "cuda" and not delegate.is_beside) else "c10d"
     name = transport or (between if is_launched() else "local")
     if delegate.is_beside and name not in ("c10d", "nccl"):
         raise LaunchError(
@@ -440,11 +441,11 @@ def launch(
         )
     if name == "nccl":
         check_device(device)
-    if name == "local" and not survives:
+    if name == "local" and not goes_on:
         if isinstance(roles, int) and roles != 1:
             raise LaunchError(f"replicas={roles}: expected 1 without a launcher; start {size} to {roles * size} processes")
         return OneProcess(ProcessMembership(), device).enter(World.of_threads(size))
-    if survives and name != "delegate":
+    if goes_on and name != "delegate":
         raise LaunchError(
             f"Options(survive=True) with transport {name!r}: expected several processes over 'delegate', whose connections "
             "begin anew without a lost rank"
@@ -460,7 +461,7 @@ def launch(
     rank, ranks = dist.get_rank(), dist.get_world_size()
     hosted = -(-roles // max(1, ranks // size)) if isinstance(roles, int) else 1
     carriers = Carriers(name, delegate, device, tuple(range(size)) if placement is None else placement)
-    spares = Reservation(hosted * carriers.clients + (_CLIENTS_TO_SURVIVE if survives else 0))
+    spares = Reservation(hosted * carriers.clients + (_CLIENTS_TO_SURVIVE if goes_on else 0))
     # Making groups waits for all ranks, so the ranks first agree on which groups to make.
     call = job_store().add(f"adaptra launches/{rank}", 1)
     contributed = agree_on_arguments(
@@ -468,19 +469,19 @@ def launch(
     )
     if rank == 0:
         sweep()
-    world = _world(size, ranks, roles, name)
-    if survives and rank == 0 and rank_0_has(job_store()):
+    world = replace(_world(size, ranks, roles, name), needs_homes=survives is not Survival.WITHOUT_HOMES)
+    if goes_on and rank == 0 and rank_0_has(job_store()):
         logger.warning(
             "Options(survive=True): rank 0 has the job's store, so its loss ends the job: start the processes by adaptra run, "
             "whose supervisor has the store"
         )
-    if survives and world.replicas == 1:
+    if goes_on and world.replicas == 1:
         raise LaunchError(
             f"Options(survive=True) with {ranks} ranks for one replica of {size}: expected several replicas, as those of other "
             "replicas go on with a lost rank's stages"
         )
     averages = world.replicas > 1 or world.hosts != tuple(range(size))
-    job = Job(carriers, call, contributed, timeout, spares, averages, world if survives else None)
+    job = Job(carriers, call, contributed, timeout, spares, averages, world if goes_on else None)
     try:
         return job.enter(world)
     except BaseException:

@@ -139,4 +139,5 @@ def follower_of(text: str) -> Epoch | End:
         return End(**fields)
     world = fields["world"]
     hosts = tuple(map(ProcessId, world["hosts"]))
-    return Epoch(World(world["epoch"], world["places"], hosts, tuple(world["homes"])), fields["call"])
+    of_world = world["epoch"], world["places"], hosts, tuple(world["homes"]), world["needs_homes"]
+    return Epoch(World(*of_world), fields["call"])

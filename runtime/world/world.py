@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
 from typing import Final, NamedTuple, NewType
 
@@ -53,6 +54,14 @@ FIRST_ATTEMPT: Final = Attempt()
 """The attempt with which a job begins."""
 
 
+class Survival(Enum):
+    """How far a job goes on after the loss of processes."""
+
+    NOT = "a loss ends it"
+    WITH_HOMES = "as long as each place and each replica has a process"
+    WITHOUT_HOMES = "as long as each place has a process"
+
+
 @dataclass(frozen=True)
 class World:
     """The workers of a job and their processes, from one change of these to the next.
@@ -62,12 +71,14 @@ class World:
         places: The number of workers of each replica's pipeline.
         hosts: The process of each worker, by worker.
         homes: The replica in which each of :attr:`processes` is at home.
+        needs_homes: Whether each replica needs a process at home, which is given its batch.
     """
 
     epoch: int
     places: int
     hosts: tuple[ProcessId, ...]
     homes: tuple[int, ...]
+    needs_homes: bool = True
 
     @staticmethod
     def of_roles(roles: Roles) -> World:
@@ -113,7 +124,7 @@ class World:
 
         Raises:
             StageLostError: All processes of a place are lost.
-            DataLostError: All processes that are given the batch of a replica are lost.
+            DataLostError: All processes that are given the batch of a replica are lost, and it needs one.
         """
         hosts = [*self.hosts]
         for place in map(Place, range(self.places)):
@@ -127,9 +138,9 @@ class World:
                     hosts[worker] = min(loads, key=lambda process: (loads[process], process))
                     loads[hosts[worker]] += 1
         homes = tuple(self.home(process) for process in self.processes if process not in lost)
-        if missing := sorted(set(range(self.replicas)).difference(homes)):
+        if self.needs_homes and (missing := sorted(set(range(self.replicas)).difference(homes))):
             raise DataLostError(f"all processes that are given the batch of replica {missing[0]} are lost")
-        return World(self.epoch + 1, self.places, tuple(hosts), homes)
+        return replace(self, epoch=self.epoch + 1, hosts=tuple(hosts), homes=homes)
 
     @property
     def roles(self) -> Roles:

@@ -40,6 +40,7 @@ def trained(
     rows: Callable[[int, int], int] = lambda step, replica: 8,
     checkpoint: str | None = None,
     before: Callable[[Any, Any, int], object] = lambda pipe, optimizer, step: None,
+    of_function: bool = False,
     **arguments: Any,
 ) -> Values:
     """All numbers of a training: losses, norms, outputs, and digests of the state and gradients of every worker here."""
@@ -50,6 +51,11 @@ def trained(
     def batch(step: int, replica: int) -> Any:
         return example.rows(rows(step, replica), 7 * step + replica)
 
+    def given(step: int, replica: int, *, evaluates: bool = False) -> tuple[Any, dict[str, Any]]:
+        of_replica = [lambda replica: call(batch(step, replica))[0]] if evaluates else ()
+        return (of_replica, {}) if of_function else call(batch(step, replica))
+
+    arguments["batches"] = (lambda step, replica: call(batch(step, replica))[0]) if of_function else None
     found: Values = {}
     with compiled(
         example, example.rows(8, 0), stages=stages, microbatches=MICROBATCHES, replicas=replicas, **arguments
@@ -68,7 +74,7 @@ def trained(
             begin = 2
         for step in range(begin, steps):
             before(pipe, optimizer, step)
-            args, kwargs = call(batch(step, pipe.replica))
+            args, kwargs = given(step, pipe.replica)
             answer = pipe.step(*args, outputs=outputs, **kwargs)
             loss = answer if not outputs else answer[0]
             found[f"loss {step}"] = loss.item()
@@ -95,7 +101,7 @@ def trained(
                 import adaptra
 
                 dcp.save({"training": adaptra.TrainingState(pipe, optimizer)}, checkpoint_id=checkpoint)
-        args, kwargs = call(batch(0, pipe.replica))
+        args, kwargs = given(0, pipe.replica, evaluates=True)
         found["evaluated"] = pipe.eval_step(*args, **kwargs).item()
         whole = pipe.full_state_dict()
         found |= {f"whole {name}": digest(value) for name, value in whole.items()}
@@ -132,7 +138,13 @@ def several_rows(step: int, replica: int) -> int:
 
 
 def train_cases(
-    rank: int, replicas: int, stages: int, names: Sequence[str], faults: Mapping[str, Sequence[str]] = {}, **options: Any
+    rank: int,
+    replicas: int,
+    stages: int,
+    names: Sequence[str],
+    faults: Mapping[str, Sequence[str]] = {},
+    of_function: bool = False,
+    **options: Any,
 ) -> dict[str, Values]:
     import torch
     import torch.distributed as dist
@@ -144,7 +156,7 @@ def train_cases(
     dist.init_process_group("gloo")
     found: dict[str, Values] = {}
     for name in names:
-        given: dict[str, Any] = {"example": name, **(CASES | CHANGES)[name]}
+        given: dict[str, Any] = {"example": name, "of_function": of_function, **(CASES | CHANGES)[name]}
         example: Any = EXAMPLES[given.pop("example")]
         of_case: dict[str, Any] = {"reduce": adaptra.Reduce(bucket=4096), "faults": faults.get(name, ()), **options}
         if name == "buffers of their own":

@@ -21,9 +21,9 @@ Faults = Mapping[str, Sequence[str]]
 """The faults of each case."""
 
 
-def train_broken(rank: int, port: int, replicas: int, faults: Faults) -> dict[str, Values]:
+def train_broken(rank: int, port: int, replicas: int, faults: Faults, of_function: bool) -> dict[str, Values]:
     join_by(port)
-    return train_cases(rank, replicas, 2, [*faults], faults, survive=True)
+    return train_cases(rank, replicas, 2, [*faults], faults, of_function, survive=True)
 
 
 def join_by(port: int) -> None:
@@ -39,9 +39,11 @@ def run_with_store(function: Any, count: int, *args: Any, **how: Any) -> list[An
     return run_processes(function, count, store.port, *args, timeout=400, **how)
 
 
-def survive(undisturbed: Undisturbed, replicas: int, faults: Faults, dead: tuple[int, ...] = ()) -> None:
+def survive(
+    undisturbed: Undisturbed, replicas: int, faults: Faults, dead: tuple[int, ...] = (), *, of_function: bool = False
+) -> None:
     """Check that a training with faults has all numbers of one without."""
-    told = run_with_store(train_broken, replicas * 2, replicas, faults, may_die=dead)
+    told = run_with_store(train_broken, replicas * 2, replicas, faults, of_function, may_die=dead)
     left = [one for rank, one in enumerate(told) if rank not in dead]
     assert all(one is not None for one in left)
     compare(undisturbed(replicas, [*faults]), left)
@@ -80,6 +82,14 @@ def test_training_goes_on_without_lost_processes(
 
 def test_two_of_three_replicas_lose_a_process_at_once(undisturbed: Undisturbed) -> None:
     survive(undisturbed, 3, {"gpt_dropout": ["kill 1.0 @1:0B1", "kill 2.1 @1"]}, (2, 5))
+
+
+@pytest.mark.parametrize(
+    "faults", [["kill 0.0 @2", "kill 0.1 @2:1F2"], ["kill 0.1 @1:certificate", "kill 0.0 @3:0B1"]], ids=["at once", "in turn"]
+)
+def test_a_replica_goes_on_without_any_of_its_processes(faults: list[str], undisturbed: Undisturbed) -> None:
+    """A function gives its batches, also that of an evaluation."""
+    survive(undisturbed, 2, {"buffers of their own": faults}, (0, 1), of_function=True)
 
 
 STAGE_LOST = (
@@ -174,6 +184,10 @@ NO_LOSS = (
     "survive=True: the function returns no loss, so forwards live on between two calls: expected a model whose loss "
     "adaptra.compile knows, as a step is done again as a whole"
 )
+OF_ONE = (
+    "…: one replica's batch, in a job that may lose all processes of a replica: expected a function of the replica that "
+    "returns its batch, as in pipe.eval_step(lambda replica: …)"
+)
 HALF = (
     "…: rank … was not given its replica's whole batch: expected inputs and targets on every rank, as Options(survive=True) "
     "has each go on for others"
@@ -198,6 +212,12 @@ def refused(rank: int, port: int) -> dict[str, tuple[str, str]]:
             compiled(MIXED, batch, options=adaptra.Options(**switches), **how).__enter__()
         except AdaptraError as error:
             texts[row] = type(error).__name__, str(error)
+    given: Any = lambda _step, _replica: (inputs[0], targets)  # noqa: E731
+    with compiled(MIXED, batch, stages=2, microbatches=4, batches=given, options=adaptra.Options(survive=True)) as pipe:
+        try:
+            pipe.eval_step(inputs[0], targets)
+        except AdaptraError as error:
+            texts[OF_ONE] = type(error).__name__, str(error)
     with compiled(MIXED, batch, stages=2, microbatches=4, options=adaptra.Options(survive=True)) as pipe:
         try:
             pipe.step(inputs[0], None if rank == 2 else targets)
@@ -208,7 +228,7 @@ def refused(rank: int, port: int) -> dict[str, tuple[str, str]]:
 
 def test_what_can_not_survive_is_refused_in_words() -> None:
     for texts in run_with_store(refused, 4):
-        for row in (*REFUSED, HALF):
+        for row in (*REFUSED, OF_ONE, HALF):
             kind, text = texts[row]
             expected = REFUSED[row][0] if row in REFUSED else "BatchError"
             check_documented(expected, text.partition(f"{expected}: ")[2] if kind == "PeerLostError" else text, row)

@@ -284,7 +284,7 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         )
     ),
     (
-        "example_inputs: a tuple of …: expected inputs alone or (inputs, targets); several inputs are a tuple of their own, as "
+        "…: a tuple of …: expected inputs alone or (inputs, targets); several inputs are a tuple of their own, as "
         "in ((first, second), targets)",
         example(example_inputs=(X, X, Y)),
     ),

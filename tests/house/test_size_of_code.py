@@ -18,6 +18,7 @@ MOST_ATTRIBUTES = 15
 MOST_ARGUMENTS = 9
 
 CLASSES = {
+    "adaptra.frontend.arguments.arguments.CompileArguments": 16,
     "adaptra.equations.replicas.ReplicaEquations": 23,
     "adaptra.runtime.control.deciding.policy.Policy": 17,
     "adaptra.runtime.step_messages.shared_gradients.Gradients": 18,
@@ -27,7 +28,7 @@ CLASSES = {
 """Fields of a dataclass, or what the methods of another class assign to ``self``; inherited ones are the base class's."""
 
 FUNCTIONS = {
-    "adaptra.frontend.api.compile": 15,
+    "adaptra.frontend.api.compile": 16,
     "adaptra.graph.compile.compile_stages": 12,
     "adaptra.report.live.LiveTable.update": 10,
     "adaptra.runtime.devices.pack_kernel.copy_flat": 14,

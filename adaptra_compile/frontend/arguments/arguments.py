@@ -23,15 +23,16 @@ from adaptra.runtime.options import Options
 from adaptra.runtime.options.rank_agreement import agreed, agreed_values, each_field
 from adaptra.runtime.transports.registry import is_built_in, transport_names
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
+from adaptra.runtime.world.world import Survival
 from adaptra.sizes import MemoryLimit
 
 if TYPE_CHECKING:
     from torch.distributed import DeviceMesh
 
 
-def _given(weights: object) -> str:
-    """Describe only whether there are weights, since hosts may have the files in different places."""
-    return "None" if weights is None else "given"
+def _given(value: object) -> str:
+    """Describe only whether a value is given: files may lie in different places, and functions be of different processes."""
+    return "None" if value is None else "given"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +63,7 @@ class CompileArguments:
     keeps_whole: bool = field(default=False, metadata=agreed())
     weights: str | Path | None = field(default=None, metadata=agreed(_given))
     replicas: int | None = field(default=None, metadata=agreed())
+    batches: Callable[[int, int], Any] | None = field(default=None, metadata=agreed(_given))
 
     def __post_init__(self) -> None:
         self._check_model()
@@ -71,6 +73,9 @@ class CompileArguments:
             raise OptionError(
                 f"loss={loss!r}: expected a function of (outputs, targets), or None if the model returns the loss"
             )
+        batches: Any = self.batches
+        if batches is not None and not callable(batches):
+            raise OptionError(f"batches={batches!r}: expected a function of (step, replica) that returns the batch, or None")
         if self.split is not None:
             check_split(self.split)
         require_word("reduction", self.reduction, [str(one) for one in Reduction])
@@ -202,6 +207,13 @@ class CompileArguments:
     def roles(self) -> Roles | None:
         """Return the stage and replica of each rank of the job, if a mesh gives them, else None."""
         return None if self.mesh is None else roles_of(self.mesh, self.ranks, self.replicas)
+
+    @property
+    def survival(self) -> Survival:
+        """How far the job goes on after the loss of processes."""
+        if not self.options.survive:
+            return Survival.NOT
+        return Survival.WITH_HOMES if self.batches is None else Survival.WITHOUT_HOMES
 
     @property
     def faults(self) -> tuple[Fault, ...]:

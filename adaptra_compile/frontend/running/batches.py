@@ -110,13 +110,14 @@ class Batches:
         return ShapedBatch(FIRST, *split, (), self._compiled)
 
     @property
-    def _replica(self) -> int:
+    def replica(self) -> int:
+        """The replica whose batches these are."""
         return self._local.launched.replica if self._guest is None else self._guest
 
     @property
     def _workers(self) -> list[Worker]:
         """This replica's workers in this process."""
-        return [worker for worker in self._local.workers if worker.replica == self._replica]
+        return [worker for worker in self._local.workers if worker.replica == self.replica]
 
     def _has(self, stage: int) -> bool:
         """Return whether one of them has a stage."""
@@ -189,10 +190,13 @@ class Batches:
         if self._has(-1):
             batch.outputs_by.train[-1].forward_with_outputs()
 
-    def compare_rows(self, call: str, inputs: Any, targets: Any, kwargs: Mapping[str, Any]) -> None:
-        """Start a comparison of this call's rows with those of other processes' ranks. ``call`` is the user's method."""
+    def compare_rows(self, call: str, rows: Mapping[str, Any]) -> None:
+        """Start a comparison of this call's rows with those of other processes' ranks.
+
+        Args:
+            call: The user's method.
+            rows: What it was given, by argument name.
+        """
         if not self._local.launched.in_threads:
-            positional = {"inputs": inputs, "targets": targets}
-            given = {name: one for name, one in positional.items() if one is not None}
-            for worker in self._local.workers:  # a guest's are those of the process that has sent them
-                worker.compare_rows(call, {**kwargs, **given} if worker.replica == self._replica else {})
+            for worker in self._workers:
+                worker.compare_rows(call, rows)

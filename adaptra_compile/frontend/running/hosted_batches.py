@@ -8,13 +8,13 @@ The sender does not wait for them, as they may begin the call later: the last st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor
 
 from adaptra.errors import AdaptraError, BatchError, PeerLostError, PipelineError
+from adaptra.frontend.arguments.call_batches import CallBatch, OfReplica
 from adaptra.frontend.running.batches import Batches
 from adaptra.frontend.running.local_workers import LocalWorkers, Result
 from adaptra.frontend.shapes.shapes import ShapedBatch
@@ -61,13 +61,15 @@ class HostedBatches:
             batches.begin()
 
     def of(
-        self, call: str, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any], *, with_loss: bool, training: bool
+        self, call: str, home: CallBatch, of_replica: OfReplica | None, *, with_loss: bool, training: bool
     ) -> dict[int, ShapedBatch]:
-        """Return the batches in microbatches by replica. All processes call it.
+        """Return the batches in microbatches by replica, and compare their rows. All processes call it.
 
         Args:
             call: The method of the pipeline that the user has called.
-            args, targets, kwargs, with_loss, training: As of :meth:`.batches.Batches.of`, of this process's home.
+            home: What this process was given.
+            of_replica: Gives the batch of any replica, so that none is sent; on all processes, or on none.
+            with_loss, training: As of :meth:`.batches.Batches.of`.
 
         Raises:
             BatchError: This process has to send a batch, and was not given all of it. Or another one's is not one that this
@@ -76,31 +78,34 @@ class HostedBatches:
             PeerLostError: It is lost.
         """
         launched = self._local.launched
-        if launched.job.keeper is not None and not self._is_whole(args, targets, kwargs, with_loss=with_loss):
+        if launched.job.keeper is not None and not self._is_whole(home, with_loss=with_loss):
             raise BatchError(
                 f"{call}: rank {launched.process} was not given its replica's whole batch: expected inputs and targets "
                 "on every rank, as Options(survive=True) has each go on for others"
             )
-        arrived = (
-            self._exchanged(call, args, targets, kwargs, with_loss=with_loss) if self._local.launched.world.has_guests else {}
-        )
+        sends = launched.world.has_guests and of_replica is None
+        arrived = self._exchanged(call, home, with_loss=with_loss) if sends else {}
+        here = {launched.replica: home}
+        if of_replica is not None:
+            here |= {replica: of_replica(replica) for replica in self._guests}
         how = {"with_loss": with_loss, "training": training}
         # The ranks of a replica agree on new shapes. In one order of replicas on all processes, none waits in a circle.
-        return {
+        shaped = {
             replica: self._taken(batches, arrived[replica], **how)
             if replica in arrived
-            else batches.of(args, targets, kwargs, **how)
-            for replica, batches in sorted({self._local.launched.replica: self._home, **self._guests}.items())
+            else batches.of(here[replica].args, here[replica].targets, here[replica].kwargs, **how)
+            for replica, batches in sorted({launched.replica: self._home, **self._guests}.items())
         }
+        for batches in self.all:  # what another process has sent is compared there
+            batches.compare_rows(call, here[batches.replica].rows if batches.replica in here else {})
+        return shaped
 
-    def _exchanged(
-        self, call: str, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any], *, with_loss: bool
-    ) -> dict[int, Handover]:
+    def _exchanged(self, call: str, home: CallBatch, *, with_loss: bool) -> dict[int, Handover]:
         """Send this process's batch to those that need it, and return those of its guests by replica."""
         launched = self._local.launched
         is_giver = launched.world.giver(launched.replica) == launched.process
         takers = launched.world.takers(launched.replica) if is_giver else ()
-        own = self._given(call, args, targets, kwargs, with_loss=with_loss) if takers else Handover()
+        own = self._given(call, home, with_loss=with_loss) if takers else Handover()
         with self._exchanging(call):
             world = launched.world
             self._leaving = [send(own, world.number(taker), launched.everyone) for taker in takers]
@@ -161,22 +166,23 @@ class HostedBatches:
     def _needs_targets(self, *, with_loss: bool) -> bool:
         return with_loss and bool(self._compiled.targets.specs)
 
-    def _is_whole(self, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any], *, with_loss: bool) -> bool:
-        return bool(args or kwargs) and (targets is not None or not self._needs_targets(with_loss=with_loss))
+    def _is_whole(self, batch: CallBatch, *, with_loss: bool) -> bool:
+        has_targets = batch.targets is not None or not self._needs_targets(with_loss=with_loss)
+        return bool(batch.args or batch.kwargs) and has_targets
 
-    def _given(self, call: str, args: tuple[Any, ...], targets: Any, kwargs: Mapping[str, Any], *, with_loss: bool) -> Handover:
+    def _given(self, call: str, home: CallBatch, *, with_loss: bool) -> Handover:
         """Return this process's batch, as others take it."""
         inputs, wanted = self._compiled.inputs, self._compiled.targets
-        if not self._is_whole(args, targets, kwargs, with_loss=with_loss):
+        if not self._is_whole(home, with_loss=with_loss):
             launched = self._local.launched
             takers = ", ".join(map(str, launched.world.takers(launched.replica)))
             raise BatchError(
                 f"{call}: rank {launched.process} was not given the whole batch of replica {launched.replica}, some of whose "
                 f"workers rank {takers} hosts: expected inputs and targets on rank {launched.process}, which sends them"
             )
-        flat = {_INPUT: inputs.flatten(args, kwargs, any_size=True)}
+        flat = {_INPUT: inputs.flatten(home.args, home.kwargs, any_size=True)}
         if self._needs_targets(with_loss=with_loss):
-            flat[_TARGET] = wanted.flatten(targets, any_size=True)
+            flat[_TARGET] = wanted.flatten(home.targets, any_size=True)
         tensors = {(str(index), what): _movable(one) for what, of in flat.items() for index, one in enumerate(of)}
         return Handover(tensors, {(call, _CALL): None})
 
