@@ -121,7 +121,7 @@ def main() -> int:
         lost = lost_seconds(broken[1], [*at, *(step + 1 for step in at)])
         lost = sorted(lost[: len(at)])
         rows.append(Row("seconds lost by a break, median", median(lost), 0.5, "s", len(lost)))
-        rows.append(Row("the same, longest", lost[-1], 0.5, "s", len(lost)))
+        rows.append(Row("seconds lost by a break, longest", lost[-1], 0.5, "s", len(lost)))
         rows.append(Row("other bits after breaks", int(broken[0] != whole[0]), 0, "", len(lost)))
         rows.append(Row("resident after breaks, beside none", broken[2] / 1024, whole[2] / 1024, "MiB", 1))
         rows.append(Row("open files after breaks, beside none", broken[3], whole[3], "", 1))
@@ -137,7 +137,7 @@ def main() -> int:
             usual = median(killed[1][:4])
             lost.append(max(killed[1][4:6]) - 2 * usual)
         rows.append(Row("seconds lost by a kill, median", median(lost), 0.5, "s", len(lost)))
-        rows.append(Row("the same, longest", max(lost), 1.5, "s", len(lost)))
+        rows.append(Row("seconds lost by a kill, longest", max(lost), 1.5, "s", len(lost)))
         rows.append(Row("runs with other bits after a kill", different, 0, "", len(lost)))
     title = f"{size[0]} replicas of {size[1]} stages, {size[2]} microbatches, {given.op_ms:g} ms ops"
     print_rows(title, rows, baseline="without, or bar", as_json=given.json)
