@@ -39,6 +39,7 @@ from adaptra.runtime.transports.process_groups import (
     Members,
     end_group,
     end_keys,
+    forget,
     job_store,
     keys_of,
     new_group,
@@ -217,6 +218,9 @@ class OneProcess:
     def prepare_change(self) -> None:
         """Do nothing, as nothing joins a process to itself."""
 
+    def forget_before(self, world: World) -> None:
+        """Do nothing, as no epoch breaks."""
+
     def leave(self) -> None:
         """Do nothing, as nobody hears of this process."""
 
@@ -262,6 +266,7 @@ class Job:
         self.store = signed(keys_of(self._keys), self._keys, [contributed])
         self._spares = spares
         self._told: dict[str, tuple[Attempt, int]] = {}
+        self._forgotten = 0
         self.averages = averages
         self._everyone: dist.ProcessGroup | None = None
         self._joined: tuple[int, tuple[ProcessId, ...]] | None = None
@@ -344,6 +349,18 @@ class Job:
         self._joined = (for_epoch, processes)
         if before is not None:
             end_group(before)
+
+    def forget_before(self, world: World) -> None:
+        """Remove what the epochs before that of a world have left in the store, once that one has broken too.
+
+        All its processes had left the others by then. Their records stay: a process that wakes late finds its way by them.
+        """
+        if self.rank != world.processes[0]:
+            return
+        for epoch in range(self._forgotten, world.epoch):
+            forget(f"{self._keys}/{epoch}")
+            forget(f"{self._keys}//survival/{epoch}/census")
+        self._forgotten = world.epoch
 
     def leave(self) -> None:
         """Take no part in later epochs."""

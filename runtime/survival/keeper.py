@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS: Final = 0.01
 _WATCH_SECONDS: Final = 0.1
-_SILENT_SECONDS: Final = 1.0
+_SILENT_SECONDS: Final = 0.5
 """Seconds in a call after which a process asks the others whether they live."""
 _KNOWN_SECONDS: Final = 5.0
 """Seconds that a process that ends waits for its reason to be known."""

@@ -247,6 +247,13 @@ def end_keys(name: str, rank: int, size: int) -> None:
         job_store().set(f"{_ENDED}/{name}/{rank}", str(size))
 
 
+def forget(name: str) -> None:
+    """Remove all keys under a name, and under the names that begin with it. Nobody may read them any more."""
+    with contextlib.suppress(DistError, AssertionError):  # a store that is gone has no keys
+        for part in (name, f"{_ENDED}/{name}"):
+            _remove_all(PrefixStore(part, job_store()))
+
+
 def sweep() -> None:
     """Remove the keys of all names that every member has ended. One rank calls it while the store is known to be reachable."""
     store = job_store()
@@ -257,8 +264,11 @@ def sweep() -> None:
         ended[name].append(rank)
     for name, ranks in ended.items():
         if marks.get(f"{name}/{ranks[0]}") == str(len(ranks)).encode():
-            keys = keys_of(name)
-            for key in keys.list_keys():
-                keys.delete_key(key)
+            _remove_all(keys_of(name))
             for rank in ranks:
                 marks.delete_key(f"{name}/{rank}")
+
+
+def _remove_all(keys: Store) -> None:
+    for key in keys.list_keys():
+        keys.delete_key(key)

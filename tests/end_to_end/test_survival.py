@@ -5,9 +5,12 @@ The store is in the test's own process, as that of ``adaptra run`` is in its sup
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,6 +137,39 @@ def register_hook(pipe: Any, *, fails: bool) -> None:
     """Have the next step fail by the user's own code, or not."""
     *_, (_, parameter) = pipe.named_parameters()
     parameter.register_hook(lambda gradient: 1 / 0 if fails else gradient)
+
+
+def left_after(rank: int, port: int, epochs: int) -> list[tuple[int, int, int]]:
+    """Threads, open files and keys of the store after each epoch that has broken. Files are counted without garbage."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+    from training import MIXED, compiled
+
+    import adaptra
+
+    join_by(port)
+    dist.init_process_group("gloo")
+    inputs, _, targets = batch = MIXED.rows(12, seed=0)
+    faults = [f"break {epoch % 2}.1 @{epoch}:1F2" for epoch in range(1, epochs + 1)]
+    counts: list[tuple[int, int, int]] = []
+    with compiled(MIXED, batch, stages=2, microbatches=4, options=adaptra.Options(survive=True, faults=faults)) as pipe:
+        for _ in range(epochs + 1):
+            pipe.step(inputs[0], targets)
+            while any(thread.name == "adaptra ends an epoch" for thread in threading.enumerate()):
+                time.sleep(0.01)
+            gc.collect()
+            threads, files = (len([*Path("/proc/self", what).iterdir()]) for what in ("task", "fd"))
+            counts.append((threads, files, _get_default_store().num_keys()))
+    return counts
+
+
+def test_epochs_that_have_broken_leave_nothing() -> None:
+    """But for the keys by which a process that wakes late finds its way: the news of a break, and the record that followed."""
+    for counts in run_with_store(left_after, 4, 10):
+        (threads, files, keys), (threads_later, files_later, keys_later) = counts[4], counts[9]
+        assert threads_later <= threads
+        assert files_later <= files
+        assert keys_later - keys <= 50, "an epoch has about fifty"
 
 
 @pytest.mark.timed

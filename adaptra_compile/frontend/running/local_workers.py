@@ -348,6 +348,7 @@ def _end_beside(workers: Sequence[Worker], threads: ThreadPoolExecutor | None, l
         threads.shutdown()
     for replicas in launched.replicas:
         replicas.release()
+    launched.job.forget_before(launched.world)
 
 
 def _end(workers: Sequence[Worker], threads: ThreadPoolExecutor | None, recorders: Recorders, launched: Launch) -> None:
