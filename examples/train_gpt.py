@@ -127,7 +127,7 @@ def train(arguments: argparse.Namespace, console: Console) -> tuple[list[Step], 
                     timelines[drawn[step]] = timeline
                 begun = time.perf_counter()
         gathered: list[dict[str, str]] = [{} for _ in range(STAGES)]
-        dist.all_gather_object(gathered, digests(pipe.state_dict()))
+        dist.all_gather_object(gathered, digests(pipe.state_dict()), pipe.group)
     return steps, timelines, {name: digest for one in gathered for name, digest in one.items()}
 
 

@@ -27,6 +27,7 @@ from adaptra.integrations.transformers_refusals import (
     refuse_own_loss,
     refuse_replicas,
     refuse_smoothing,
+    refuse_survival,
     require_labels,
     require_length,
     require_version,
@@ -85,6 +86,7 @@ class PipelineTrainer(transformers.Trainer):
             sets: Any = self.eval_dataset
             for name, rows in sets.items() if isinstance(sets, dict) else [("eval_dataset", sets)]:
                 require_length(rows, name)
+        refuse_survival((compile_options or {}).get("options"))
         self.pipe = self._compiled(stages, microbatches, compile_options or {})
         self._pipeline_model = _PipelineModel(self.pipe)
         self._rows = ReplicaRows(self.pipe, self.args.device)

@@ -118,6 +118,15 @@ def refuse_functions(arguments: dict[str, Any]) -> None:
         )
 
 
+def refuse_survival(options: Any) -> None:
+    """Refuse a job that goes on after the loss of processes."""
+    if getattr(options, "survive", False):
+        raise OptionError(
+            "PipelineTrainer: Options(survive=True): expected False: the Trainer's own sums and saves wait for all processes "
+            "of the launcher; write your own loop with adaptra.compile"
+        )
+
+
 def refuse_loss(model: Any, *, is_known: bool) -> None:
     """Refuse a model whose loss is neither divided by the number of the batch's items nor a mean over labels."""
     if not is_known:

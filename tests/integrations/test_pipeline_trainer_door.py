@@ -16,6 +16,10 @@ from adaptra.errors import OptionError
 
 pytest.importorskip("accelerate", reason="PipelineTrainer needs accelerate")
 
+SURVIVES = (
+    "PipelineTrainer: Options(survive=True): expected False: the Trainer's own sums and saves wait for all processes of the "
+    "launcher; write your own loop with adaptra.compile"
+)
 NO = "TrainingArguments: …=…: a PipelineTrainer can't follow it: …"
 DEVICES = "TrainingArguments: n_gpu=…: expected one device for each rank: start the script by torchrun"
 PRECISION = (
@@ -82,6 +86,17 @@ def test_settings_of_precision_rows_and_checkpoints_are_refused(tmp_path: Path) 
         with pytest.raises(OptionError) as caught:
             refuse_arguments(made)
         check_documented("OptionError", str(caught.value), row)
+
+
+def test_a_job_that_survives_is_refused() -> None:
+    import adaptra
+    from adaptra.integrations.transformers_refusals import refuse_survival
+
+    refuse_survival(None)
+    refuse_survival(adaptra.Options())
+    with pytest.raises(OptionError) as refusal:
+        refuse_survival(adaptra.Options(survive=True))
+    check_documented("OptionError", str(refusal.value), SURVIVES)
 
 
 def test_labels_that_the_plain_trainer_would_not_shift_are_not_smoothed() -> None:

@@ -21,7 +21,7 @@ SCONTROL = """#!/bin/sh
 [ "$1 $2 $3" = "show hostnames here[0-1]" ] && printf '127.0.0.1\\n127.0.0.2\\n'
 """
 SRUN = """#!/bin/bash
-[ "$1" = --kill-on-bad-exit=1 ] && shift
+[[ "$1" = --kill-on-bad-exit=* ]] && shift
 for node in 0 1; do SLURM_NODEID=$node SLURMD_NODENAME=127.0.0.1 "$@" & nodes+=($!); done
 for node in "${nodes[@]}"; do wait "$node" || exit 1; done
 """
@@ -44,27 +44,40 @@ def same_weights(folder: Path, *runs: str) -> bool:
     return alone.keys() == other.keys() and all(torch.equal(alone[name], other[name]) for name in alone)
 
 
+def job_of_two_nodes(folder: Path) -> dict[str, str]:
+    """The variables of a job of Slurm, whose commands are in this folder."""
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    return {
+        "PATH": f"{folder}:{environment()['PATH']}",
+        "SLURM_JOB_ID": str(70_000 + free_port(25_000, 29_000)),
+        "SLURM_JOB_NODELIST": "here[0-1]",
+        "SLURM_NNODES": "2",
+    }
+
+
 @pytest.mark.processes
 def test_a_slurm_job_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
+    """After a restart; and by supervisors, which survival needs, it trains to the same numbers."""
     assert "sbatch train.sbatch" in write_recipe("slurm", tmp_path).page.files["submit.sh"]
     write_recipe("restarts", tmp_path)
     undisturbed = run_recipe(["python", "train.py", "alone"], tmp_path).splitlines()
     script = (RECIPES / "train.sbatch").read_text()
     assert script.count(" train.py ") == 1
     (tmp_path / "train.sbatch").write_text(script.replace(" train.py ", f" {DYING} 6 train.py "))
-    for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
-        (tmp_path / name).write_text(text)
-        (tmp_path / name).chmod(0o755)
-    variables = {
-        "PATH": f"{tmp_path}:{environment()['PATH']}",
-        "SLURM_JOB_ID": str(70_000 + free_port(25_000, 29_000)),
-        "SLURM_JOB_NODELIST": "here[0-1]",
-        "SLURM_NNODES": "2",
-    }
+    variables = job_of_two_nodes(tmp_path)
     without = run_command(["bash", "train.sbatch"], 120.0, tmp_path, environment(**variables))
     assert without.returncode != 0 and "name a network interface" in without.stderr
     printed = run_recipe(["bash", "train.sbatch"], tmp_path, 120.0, **variables, INTERFACE="lo").splitlines()
     assert printed == [*undisturbed[:6], *undisturbed[4:]]
+    assert same_weights(tmp_path, "alone", "checkpoints")
+    shutil.rmtree(tmp_path / "checkpoints")
+    (tmp_path / "srun").write_text(
+        SRUN.replace("NAME=127.0.0.1", "NAME=127.0.0.$((node + 1))")
+    )  # by which hosts are told apart
+    printed = run_recipe(["bash", "survive.sbatch"], tmp_path, 120.0, **variables, INTERFACE="lo").splitlines()
+    assert [line for line in printed if line.startswith("step")] == undisturbed
     assert same_weights(tmp_path, "alone", "checkpoints")
 
 
