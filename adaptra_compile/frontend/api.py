@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from adaptra.errors import BatchError, OptionError, PipelineError
 from adaptra.frontend.arguments.accelerate_doors import refuse_accelerate, refuse_accelerator
 from adaptra.frontend.arguments.arguments import CompileArguments
-from adaptra.frontend.arguments.call_batches import CallBatch, OfReplica, inputs_and_targets, of_replica, require_same
+from adaptra.frontend.arguments.call_batches import CallBatch, OfReplica, given_by, inputs_and_targets, require_same
 from adaptra.frontend.arguments.placing import STRAIGHT, Placement
 from adaptra.frontend.arguments.step_arguments import Outputs, StepArguments, check_outputs, name_of_call
 from adaptra.frontend.builder import build
@@ -315,7 +315,7 @@ class Pipeline(LayoutMethods, ObservationMethods):
         """Return the batches of a function that users give, for compile or for one evaluation."""
         name = "batches" if step else "eval_step: the function of the replica"
         called = partial(function, *step)
-        return of_replica(self._arguments, called, lambda replica: f"{name}({', '.join(map(str, (*step, replica)))})")
+        return given_by(self._arguments, called, lambda replica: f"{name}({', '.join(map(str, (*step, replica)))})")
 
     def _aliases(self) -> Mapping[str, str]:
         return self._require().compiled.aliases

@@ -65,7 +65,7 @@ class TwoPassPipeline(Pipeline):
         session = self._require()
         with session.local.at_the_door():
             microbatches = session.batches.split_inputs(inputs, {})
-            session.batches.compare_rows("forward", {"inputs": tuple(inputs)})
+            session.hosted_batches.compare_rows("forward", {self.replica: {"inputs": tuple(inputs)}})
         *_, (outputs, _) = found = session.local.on_every_rank(lambda worker: worker.forward(microbatches), "forward")
         return outputs, Call(tuple(kept for _, kept in found), tuple((one, one._version) for one in watched))
 

@@ -53,7 +53,7 @@ def inputs_and_targets(batch: Any, what: str) -> tuple[Any, ...]:
     return positional
 
 
-def of_replica(arguments: StepArguments, function: Callable[[int], Any], what: Callable[[int], str]) -> OfReplica:
+def given_by(arguments: StepArguments, function: Callable[[int], Any], what: Callable[[int], str]) -> OfReplica:
     """Return the batches that a user's function gives.
 
     Args:

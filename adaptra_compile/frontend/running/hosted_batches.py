@@ -8,8 +8,9 @@ The sender does not wait for them, as they may begin the call later: the last st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -96,9 +97,18 @@ class HostedBatches:
             else batches.of(here[replica].args, here[replica].targets, here[replica].kwargs, **how)
             for replica, batches in sorted({launched.replica: self._home, **self._guests}.items())
         }
-        for batches in self.all:  # what another process has sent is compared there
-            batches.compare_rows(call, here[batches.replica].rows if batches.replica in here else {})
+        self.compare_rows(call, {replica: batch.rows for replica, batch in here.items()})
         return shaped
+
+    def compare_rows(self, call: str, rows: Mapping[int, Mapping[str, Any]]) -> None:
+        """Start a comparison of a call's rows with those of other processes' ranks.
+
+        Args:
+            call: The user's method.
+            rows: By replica, what this process was given, by argument name. What another one has sent is compared there.
+        """
+        for batches in self.all:
+            batches.compare_rows(call, rows.get(batches.replica, {}))
 
     def _exchanged(self, call: str, home: CallBatch, *, with_loss: bool) -> dict[int, Handover]:
         """Send this process's batch to those that need it, and return those of its guests by replica."""
