@@ -6,8 +6,8 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
@@ -29,7 +29,7 @@ from adaptra.runtime.launch.connecting import connect, on_threads
 from adaptra.runtime.launch.environment import is_told_of_others
 from adaptra.runtime.launch.several_hosts import check_launcher
 from adaptra.runtime.membership.membership import Membership
-from adaptra.runtime.membership.process_membership import Awaited, ProcessMembership, Told
+from adaptra.runtime.membership.process_membership import Awaited, Listener, ProcessMembership, Told
 from adaptra.runtime.survival.keeper import EpochKeeper
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.transports.local import LocalHub
@@ -39,6 +39,8 @@ from adaptra.runtime.transports.process_groups import (
     Members,
     end_group,
     end_keys,
+    end_waits,
+    end_waits_of_user,
     forget,
     job_store,
     keys_of,
@@ -115,6 +117,25 @@ class Launch:
         """The group of all processes of the world, as of :attr:`Job.everyone`."""
         assert isinstance(self.job, Job), "threads of one process need no group"
         return self.job.everyone
+
+    @contextmanager
+    def waiting(self) -> Generator[None]:
+        """Enclose a wait in the group of :attr:`everyone`, which ends with a RuntimeError once a process is lost."""
+        listener = Listener(lambda _: end_waits(self.everyone))
+        self.membership.add(listener)
+        try:
+            yield
+        finally:
+            self.membership.remove(listener)
+
+    def wait_for_all(self) -> None:
+        """Wait until all processes of the world come here.
+
+        Raises:
+            RuntimeError: One is lost.
+        """
+        with self.waiting():
+            self.everyone.allreduce([torch.zeros(1)]).wait()
 
     def pipeline_of(self, transport: Transport) -> Transport:
         """Return the part of one of these transports, or of one that wraps it, that joins the workers of its pipeline."""
@@ -272,7 +293,9 @@ class Job:
         self._joined: tuple[int, tuple[ProcessId, ...]] | None = None
         self._timeout = timeout
         self.membership = ProcessMembership(self._join if self.ranks > 1 and survives_in is None else None)
-        self.keeper = None if survives_in is None else EpochKeeper(self.store, ProcessId(self.rank), survives_in, self._lose)
+        self.keeper = None
+        if survives_in is not None:
+            self.keeper = EpochKeeper(self.store, ProcessId(self.rank), survives_in, self._lose, end_waits_of_user)
 
     def _lose(self, lost: PeerLostError) -> None:
         self.membership.lose(lost)

@@ -46,12 +46,21 @@ class EpochKeeper:
         process: This process.
         world: The world of the first epoch.
         on_break: Called from a thread once for each epoch that breaks, with the reason; ends this process's waits.
+        on_loss: Called from a thread with the processes that an epoch has lost; with all others if no epoch follows.
     """
 
-    def __init__(self, store: Store, process: ProcessId, world: World, on_break: Callable[[PeerLostError], object]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        process: ProcessId,
+        world: World,
+        on_break: Callable[[PeerLostError], object],
+        on_loss: Callable[[set[ProcessId]], object],
+    ) -> None:
         self._store = clone(under("survival", store))
         self._process = process
         self._on_break = on_break
+        self._on_loss = on_loss
         self._recovery = Recovery(process, world)
         self._why_before = ""
         self._waits_since: float | None = None
@@ -218,6 +227,9 @@ class EpochKeeper:
                 recovery.publish(self._store, record)
         logger.info("epoch %d has broken: %s; another followed after %.3f s", world.epoch, why, time.monotonic() - began)
         after = recovery.epoch.world
+        lost = set(world.processes).difference(after.processes if recovery.end is None else [self._process])
+        if lost and not self._closed:
+            self._on_loss(lost)
         if after is not world and leader(after, {}) == self._process:
             self._evidence.outlived(set(world.processes).difference(after.processes))
         if (lost := self.broken(after.epoch)) is not None:

@@ -225,6 +225,18 @@ def end_waits(group: ProcessGroup) -> None:
                 group.recv([torch.empty(1, dtype=torch.uint8)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
 
 
+def end_waits_of_user(lost: Collection[int]) -> None:
+    """End all waits in groups that torch.distributed has a record of, the default one too, and that hold a lost process.
+
+    gloo fails where it waits for the lost one itself. Those that wait for others, which have failed, would do so for ever.
+    """
+    internals: Any = distributed_c10d
+    for group, rank_of in [*internals._world.pg_group_ranks.items()]:
+        if distributed.get_rank() in rank_of and not rank_of.keys().isdisjoint(lost):
+            with contextlib.suppress(RuntimeError):  # a backend that can't
+                end_waits(group)
+
+
 def broken_peer(group: ProcessGroup) -> int | None:
     """Return the lowest member of a gloo group to which the connection is broken, or None. The group has failed.
 

@@ -1,4 +1,4 @@
-"""A TCP proxy whose connections a test can cut, refuse or stall: a network between a rank and the control store.
+"""A TCP proxy whose connections a test can cut, refuse, stall or delay: a network between a rank and the control store.
 
 It is a process of its own, as a network is: some of a store's calls keep Python's other threads from running meanwhile.
 """
@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 
 class Proxy:
@@ -37,6 +38,10 @@ class Proxy:
         """Forward again, what came meanwhile first."""
         self._ask("go_on")
 
+    def delay(self, seconds: float) -> None:
+        """Hold each answer up for some seconds from now on, one after the other."""
+        self._ask(f"delay {seconds}")
+
     def _ask(self, what: str) -> None:
         assert self._process.stdin is not None
         print(what, file=self._process.stdin)
@@ -58,6 +63,7 @@ class _Forwarding:
         self._flows = threading.Event()
         self._flows.set()
         self._refuses = False
+        self._delay = 0.0
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
@@ -76,6 +82,9 @@ class _Forwarding:
     def go_on(self) -> None:
         self._flows.set()
 
+    def delay(self, seconds: str) -> None:
+        self._delay = float(seconds)
+
     def _accept(self) -> None:
         while True:
             ours, _ = self._listener.accept()
@@ -84,13 +93,15 @@ class _Forwarding:
                 continue
             theirs = socket.create_connection(("127.0.0.1", self._target))
             self._open += [ours, theirs]
-            for pair in ((ours, theirs), (theirs, ours)):
-                threading.Thread(target=self._forward, args=pair, daemon=True).start()
+            for source, to in ((ours, theirs), (theirs, ours)):
+                threading.Thread(target=self._forward, args=(source, to, to is ours), daemon=True).start()
 
-    def _forward(self, source: socket.socket, to: socket.socket) -> None:
+    def _forward(self, source: socket.socket, to: socket.socket, are_answers: bool) -> None:
         with contextlib.suppress(OSError):  # cut
             while data := source.recv(65536):
                 self._flows.wait()
+                if are_answers and self._delay:
+                    time.sleep(self._delay)
                 to.sendall(data)
         for end in (source, to):
             with contextlib.suppress(OSError):
@@ -101,5 +112,6 @@ if __name__ == "__main__":
     forwarding = _Forwarding(int(sys.argv[1]))
     print(forwarding.port, flush=True)
     for line in sys.stdin:
-        getattr(forwarding, line.strip())()
+        what, *details = line.split()
+        getattr(forwarding, what)(*details)
         print("done", flush=True)

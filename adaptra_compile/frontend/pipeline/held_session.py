@@ -77,6 +77,9 @@ class HeldSession(ModuleMethods):
 
         It is the default group as long as none is lost, and None without a launcher. After a loss all that are left ask for
         it, and get another one. Its tensors are in host memory then.
+
+        Raises:
+            RuntimeError: A process of it was lost meanwhile. After the next call of the pipeline there is another group.
         """
         launched = self._require().launched
         if launched.in_threads:
@@ -85,6 +88,7 @@ class HeldSession(ModuleMethods):
             return dist.group.WORLD
         epoch, group = self._group
         if epoch != launched.world.epoch:
+            launched.wait_for_all()  # as the next line would wait for one that is lost
             ranks = list(map(int, launched.world.processes))
             group: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
             self._group = launched.world.epoch, group

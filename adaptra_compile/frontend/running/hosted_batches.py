@@ -22,8 +22,7 @@ from adaptra.frontend.shapes.shapes import ShapedBatch
 from adaptra.graph import CompiledStages
 from adaptra.runtime.exchange.state_transfer import Handover, receive, send
 from adaptra.runtime.exchange.tensor_memory import why_not_movable
-from adaptra.runtime.membership.process_membership import Listener
-from adaptra.runtime.transports.process_groups import broken_peer, end_waits
+from adaptra.runtime.transports.process_groups import broken_peer
 from adaptra.runtime.worker.worker import Worker
 
 _INPUT = "input"
@@ -146,18 +145,14 @@ class HostedBatches:
     @contextmanager
     def _exchanging(self, call: str) -> Generator[None]:
         """Enclose a wait for other processes, which ends with an error once one of them is lost."""
-        launched = self._local.launched
-        listener = Listener(lambda _: end_waits(launched.everyone))
         with self._local.called(call), self._local.changing("batch"):
-            launched.membership.add(listener)
             try:
-                yield
+                with self._local.launched.waiting():
+                    yield
             except AdaptraError:
                 raise
             except RuntimeError as error:
                 raise self._lost(call, error) from error
-            finally:
-                launched.membership.remove(listener)
 
     def _lost(self, call: str, error: RuntimeError) -> PeerLostError:
         """Return the loss that has ended the exchange, which names the rank if it is known."""

@@ -15,8 +15,6 @@ from torch.distributed import DistError
 
 from adaptra.errors import ControlError, DataLostError, FencedError, LaunchError, PeerLostError, StageLostError, TransportError
 from adaptra.runtime.control.plans.events import EventKind
-from adaptra.runtime.membership.process_membership import Listener
-from adaptra.runtime.transports.process_groups import end_waits
 
 if TYPE_CHECKING:
     from adaptra.frontend.running.local_workers import LocalWorkers
@@ -86,24 +84,14 @@ class RedoneCalls:
         number = self._local.launched.world.epoch
         if self._keeper.complete(self._number, number):
             try:
-                self._meet()
+                self._local.at_certificate()
+                self._local.launched.wait_for_all()
             except (RuntimeError, TransportError) as error:
                 self._keeper.broke(number, error)
             else:
                 return
         if not self._keeper.counts(self._number, number):
             raise PeerLostError(f"{name}: epoch {number} has broken before all ranks had completed it")
-
-    def _meet(self) -> None:
-        """Wait until all processes of the world come here."""
-        launched = self._local.launched
-        listener = Listener(lambda _: end_waits(launched.everyone))
-        launched.membership.add(listener)
-        try:
-            self._local.at_certificate()
-            launched.everyone.allreduce([torch.zeros(1)]).wait()
-        finally:
-            launched.membership.remove(listener)
 
     def _break_by(self, error: Exception, *, is_last: bool) -> None:
         """Break the epoch by an error of a call, unless it is this process's own. Returns once another follows."""
