@@ -11,6 +11,7 @@ abandoned.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -29,6 +30,8 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 
 _CLOSE_SECONDS: Final = 2.0
+_END_SECONDS: Final = 0.05
+"""Seconds between two attempts to end a thread's connections."""
 
 
 def connect(membership: ProcessMembership, store: Store, rank: int, make: Callable[[], T]) -> T:
@@ -68,9 +71,12 @@ def connect(membership: ProcessMembership, store: Store, rank: int, make: Callab
             raise outcome  # this rank's own mistake is raised as such, even if another rank made it first
         raise cause from (None if cause is outcome else outcome)
     except BaseException:
-        # If a thread still waited for the store when this process ends, C++ would abort the process.
-        end_connections((connections_to(store) - before) | spare_clients.connections_since(store, loans))
-        thread.join(_CLOSE_SECONDS)
+        # If a thread still waited for the store when this process ends, C++ would abort the process. It would also hold the
+        # client by which groups meet. It may open one only now, as when a loss was known before it had begun.
+        until = time.monotonic() + _CLOSE_SECONDS
+        while thread.is_alive() and time.monotonic() < until:
+            end_connections((connections_to(store) - before) | spare_clients.connections_since(store, loans))
+            thread.join(_END_SECONDS)
         raise
     finally:
         membership.remove(listener)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -102,6 +103,27 @@ def check_named(results: Sequence[Raised | None], note: Path) -> list[Raised]:
         assert kind == "PeerLostError" and f"rank {LOST} " in message, message
         assert at - ended_at < 0.75 * TIMEOUT, (message, at - ended_at)
     return others
+
+
+def test_a_client_that_is_opened_only_after_a_loss_is_ended_too() -> None:
+    """A thread that waits on it would hold it, and the next epoch's groups meet by the same one."""
+    from torch.distributed import TCPStore
+
+    from adaptra.errors import PeerLostError
+    from adaptra.runtime.launch.connecting import connect
+    from adaptra.runtime.membership.process_membership import ProcessMembership
+
+    store: Any = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def wait_late() -> object:
+        time.sleep(0.3)
+        return store.clone().get("a key that nobody sets")
+
+    membership = ProcessMembership()
+    membership.lose(PeerLostError("rank 1 is lost", rank=1))
+    with pytest.raises(PeerLostError, match="rank 1 is lost"):
+        connect(membership, store, 0, wait_late)
+    assert not [one for one in threading.enumerate() if one.name == "adaptra rank 0 connects"]
 
 
 @pytest.mark.processes
