@@ -37,7 +37,7 @@ DAY = 24 * 3600.0
 BAR = 0.985
 UPDATE = 3
 """Forwards that the optimizer's step takes as long as."""
-HEALTHY, LONGEST = "step that clips, with survive beside without", "seconds lost by a kill, longest"
+HEALTHY, LONGEST = "step that clips, with survive beside without", "one killed: longest"
 """Rows of bench/survival.py."""
 
 

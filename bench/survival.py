@@ -1,96 +1,205 @@
-"""What survival costs: a healthy step, a call that breaks, and a process that is killed, with the bits of each run.
+"""What survival costs: a healthy step, a call that breaks, and processes that are killed, with the bits of each run.
 
-Ops are emulated, so that all ranks fit this machine. A run with faults trains as one without. A loss costs the seconds by which
-the broken step exceeds two usual ones: the other of these is the call that is done again. What is left passes until all know of
-it, and the next epoch stands.
+Ops are emulated, so that all ranks fit this machine. Jobs are started by ``adaptra run``. A run with faults must train as
+one without. A loss costs the seconds from the fault, of two the later, to the first op of the first step that begins after it.
+
+An episode is a kill at a random point of a step, or two at once. Or another follows within 0.4 s, so mostly during the
+recovery. Kills of one run go on until a stage or a replica would have no process left.
 """
 
 from __future__ import annotations
 
-import hashlib
+import json
+import math
 import os
 import random
+import signal
+import subprocess
 import sys
-import time
-from collections.abc import Sequence
+import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-import torch
-from _ranks import small_problem
+from _survivor import How, Seen
 from _table import Row, parser, print_rows
 
-import adaptra
-
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
-from processes import run_processes
-
-EPISODE_STEPS = 8
-"""Steps of a run in which processes are killed."""
+_LONGEST = 600.0
+"""Seconds after which a job hangs."""
+_APART = 3
+"""Steps from one episode of a run to the next."""
+_POINTS = ("op", "op", "op", "REDUCE", "certificate", "optimizer", "clip")
 
 
-def train(
-    rank: int,
-    port: int,
-    size: tuple[int, int, int],
-    seconds: float,
-    steps: int,
-    clips: bool,
-    survives: bool,
-    faults: Sequence[str],
-) -> tuple[str, list[float], int, int]:
-    """A digest of all losses, norms and parameters, the seconds of each step, resident KiB and open files at the end."""
-    import torch.distributed as dist
+@dataclass(frozen=True)
+class Ran:
+    """A job that ended: what each rank that is left saw, and when faults happened, by rank."""
 
-    os.environ |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    replicas, stages, microbatches = size
-    given = small_problem(stages, microbatches)
-    emulated = adaptra.EmulatedDevice(seconds, seconds, seconds) if seconds else None
-    options = adaptra.Options(emulate=emulated, survive=survives, faults=faults)
-    digest, times = hashlib.sha256(), []
-    with adaptra.compile(**given, replicas=replicas, options=options, transport="delegate") as pipe:
-        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3)
-        inputs, targets = given["example_inputs"]
-        for step in range(steps):
-            began = time.monotonic()
-            digest.update(pipe.step(inputs + pipe.replica + step, targets).numpy().tobytes())
-            if clips:
-                digest.update(pipe.clip_grad_norm_(1.0).numpy().tobytes())
-            times.append(time.monotonic() - began)
-            optimizer.step()
-            optimizer.zero_grad()
-        whole = pipe.full_state_dict()
-        for name in sorted(whole):
-            digest.update(whole[name].numpy().tobytes())
-        state = digest.hexdigest() if whole else ""
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4
-    return state, times, resident, len([*Path("/proc/self/fd").iterdir()])
+    seen: dict[int, Seen]
+    faults: dict[int, list[float]]
+
+    @property
+    def lowest(self) -> Seen:
+        """What the lowest rank saw that is left."""
+        return self.seen[min(self.seen)]
+
+    def goes_on(self, fault: float) -> float:
+        """When the first op began of a step that began after a fault."""
+        steps = zip(*(one.first_ops for one in self.seen.values()), strict=True)
+        return next(first for first in map(min, steps) if first > fault)
 
 
-def run(size: tuple[int, int, int], *args: Any, dead: tuple[int, ...] = ()) -> tuple[str, list[float], int, int]:
-    """The result of the lowest rank that is left."""
-    from torch.distributed import TCPStore
+def run(how: How) -> Ran | None:
+    """Start the job by ``adaptra run`` and wait for its end; None if it hangs.
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    told = run_processes(train, size[0] * size[1], store.port, size, *args, timeout=3600, may_die=dead)
-    return next(one for rank, one in enumerate(told) if rank not in dead)
+    Raises:
+        SystemExit: It ends before its last step.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "how.json").write_text(json.dumps(asdict(how)))
+        script = str(Path(__file__).resolve().parent / "_survivor.py")
+        command = [sys.executable, "-m", "adaptra.cli", "run", "-n", str(how.size[0] * how.size[1]), script, name]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        try:
+            told, _ = job.communicate(timeout=_LONGEST)
+        except subprocess.TimeoutExpired:
+            job.send_signal(signal.SIGTERM)
+            print(f"hangs: {how.faults} {how.followed}:\n{job.communicate()[0]}", file=sys.stderr)
+            return None
+        seen = {int(one.stem): Seen(**json.loads(one.read_text())) for one in folder.glob("[0-9]*.json")}
+        if job.returncode or not seen:
+            raise SystemExit(f"faults {how.faults}: the job ended with status {job.returncode}:\n{told}")
+        faults = {int(one.suffix[1:]): [*map(float, one.read_text().split())] for one in folder.glob("fault.*")}
+        return Ran(seen, faults)
 
 
-def points(size: tuple[int, int, int], dice: random.Random) -> str:
-    """A random worker's random point of a step."""
-    replicas, stages, microbatches = size
-    replica, stage = dice.randrange(replicas), dice.randrange(stages)
-    op = f"{stage}{dice.choice('FW')}{dice.randrange(microbatches)}"
-    return f"{replica}.{stage} @{{}}:{dice.choice([op, op, op, 'REDUCE', 'certificate', 'optimizer', 'clip'])}"
+def point(size: tuple[int, int, int], rank: int, step: int, dice: random.Random) -> str:
+    """A random point of a step, at a rank's worker."""
+    replica, stage = divmod(rank, size[1])
+    where = dice.choice(_POINTS)
+    if where == "op":
+        where = f"{stage}{dice.choice('FW')}{dice.randrange(size[2])}"
+    return f"{replica}.{stage} @{step}:{where}"
 
 
-def lost_seconds(times: Sequence[float], broken: Sequence[int]) -> list[float]:
-    """The seconds by which each broken step exceeds the median of the others, less the step itself."""
-    usual = median(one for step, one in enumerate(times) if step not in broken)
-    return [max(0.0, times[step] - 2 * usual) for step in broken]
+@dataclass(frozen=True)
+class Episode:
+    """Ranks that die in one step; with a delay the second one follows the first."""
+
+    ranks: tuple[int, ...]
+    delay: float | None = None
+
+
+def episodes_of_a_run(size: tuple[int, int, int], most: int, dice: random.Random) -> list[Episode]:
+    """Random episodes of one run, each stage and each replica keeping one process."""
+    replicas, stages, _ = size
+    left, episodes = set(range(replicas * stages)), list[Episode]()
+
+    def is_kept(ranks: set[int]) -> bool:
+        return len({rank % stages for rank in ranks}) == stages and len({rank // stages for rank in ranks}) == replicas
+
+    while len(episodes) < most:
+        count = dice.choice((1, 1, 2, 2))
+        ranks = tuple(dice.sample(sorted(left), count))
+        if not is_kept(left - {*ranks}):
+            if not any(is_kept(left - {rank}) for rank in left):
+                break
+            continue
+        left -= {*ranks}
+        episodes.append(Episode(ranks, dice.uniform(0.0, 0.4) if count == 2 and dice.random() < 0.5 else None))
+    return episodes
+
+
+def kill(size: tuple[int, int, int], seconds: float, count: int, dice: random.Random) -> list[Row]:
+    """The rows of that many episodes."""
+    lost: dict[str, list[float]] = {"one": [], "two": []}
+    whole: dict[int, str] = {}
+    hangs = different = blamed = killed = epochs = 0
+    done = 0
+    while done < count:
+        episodes = episodes_of_a_run(size, count - done, dice)
+        done += len(episodes)
+        steps = _APART * (len(episodes) + 1)
+        faults, followed = list[str](), list[tuple[int, int, float]]()
+        for number, episode in enumerate(episodes, 1):
+            first, *others = episode.ranks
+            faults.append("kill " + point(size, first, _APART * number, dice))
+            if episode.delay is None:
+                faults += ["kill " + point(size, rank, _APART * number, dice) for rank in others]
+            else:
+                followed += [(first, rank, episode.delay) for rank in others]
+        if steps not in whole:
+            undisturbed = run(How(size, seconds, steps, True, False))
+            assert undisturbed is not None
+            whole[steps] = undisturbed.lowest.state
+        ran = run(How(size, seconds, steps, True, True, faults, followed))
+        if ran is None:
+            hangs += 1
+            continue
+        if ran.lowest.state != whole[steps]:
+            different += 1
+            print(f"other bits: {faults} {followed}", file=sys.stderr)
+        dead = {rank for episode in episodes for rank in episode.ranks}
+        named = {int(rank) for one in ran.lowest.lost for rank in one.partition(":")[0].removeprefix("rank ").split(",")}
+        blamed += len(named - dead)
+        killed += len(dead)
+        epochs += ran.lowest.epochs
+        for episode in episodes:
+            fault = max(ran.faults[rank][0] for rank in episode.ranks)
+            lost["two" if len(episode.ranks) > 1 else "one"].append(ran.goes_on(fault) - fault)
+        latest = ", ".join(f"{one[-1]:.2f} s" for one in lost.values() if one)
+        print(f"{done} of {count} episodes, the last {latest}: {faults} {followed}", file=sys.stderr)
+    rows = [
+        Row("runs with other bits after kills", different, 0, "", done),
+        Row("runs that hang after kills", hangs, 0, "", done),
+        Row("living processes taken for lost", blamed, 0, "", done),
+        Row("epochs for each kill", epochs / max(killed, 1), 1, "", killed),
+    ]
+    for what, times in lost.items():
+        if times:
+            ordered = sorted(times)
+            rows += [
+                Row(f"{what} killed: to the first op redone, median", median(ordered), 0.5, "s", len(ordered)),
+                Row(f"{what} killed: 99 of 100", ordered[math.ceil(0.99 * len(ordered)) - 1], 1.5, "s", len(ordered)),
+                Row(f"{what} killed: longest", ordered[-1], 1.5, "s", len(ordered)),
+            ]
+    return rows
+
+
+def break_calls(size: tuple[int, int, int], seconds: float, count: int, dice: random.Random) -> list[Row]:
+    """The rows of one run with that many calls that break."""
+    steps = 2 * count + 4
+    at = range(3, steps - 1, 2)[:count]
+    faults = ["break " + point(size, dice.randrange(size[0] * size[1]), step, dice) for step in at]
+    broken, whole = run(How(size, seconds, steps, True, True, faults)), run(How(size, seconds, steps, True, False))
+    if broken is None or whole is None:
+        return [Row("runs that hang after breaks", 1, 0, "", count)]
+    moments = sorted(moment for ranks in broken.faults.values() for moment in ranks)
+    lost = sorted(broken.goes_on(moment) - moment for moment in moments)
+    ours, theirs = broken.lowest, whole.lowest
+    return [
+        Row("a break: to the first op redone, median", median(lost), 0.5, "s", len(lost)),
+        Row("a break: longest", lost[-1], 0.5, "s", len(lost)),
+        Row("other bits after breaks", int(ours.state != theirs.state), 0, "", len(lost)),
+        Row("epochs for each break", ours.epochs / len(lost), 1, "", len(lost)),
+        Row("resident after breaks, beside none", ours.resident, theirs.resident, "MiB", 1),
+        Row("open files after breaks, beside none", ours.files, theirs.files, "", 1),
+    ]
+
+
+def stay_healthy(size: tuple[int, int, int], seconds: float, steps: int) -> list[Row]:
+    """The rows of steps without a fault, with survival beside without."""
+    rows: list[Row] = []
+    for clips in (False, True):
+        what = "step that clips" if clips else "step"
+        with_it, without = (run(How(size, seconds, steps, clips, on)) for on in (True, False))
+        assert with_it is not None and without is not None
+        ours, plain = (median(one.lowest.times[steps // 4 :]) * 1e3 for one in (with_it, without))
+        rows.append(Row(f"{what}, with survive beside without", ours, plain, "ms", steps))
+        rows.append(Row(f"{what}: other bits", int(with_it.lowest.state != without.lowest.state), 0, "", 1))
+    return rows
 
 
 def main() -> int:
@@ -102,43 +211,15 @@ def main() -> int:
     arguments.add_argument("--op-ms", type=float, default=10.0, help="duration of every emulated op, milliseconds")
     arguments.add_argument("--steps", type=int, default=40, help="steps of the healthy runs")
     arguments.add_argument("--breaks", type=int, default=20, help="calls that break, in one run of twice as many steps")
-    arguments.add_argument("--kills", type=int, default=5, help="runs in each of which a process is killed")
+    arguments.add_argument("--kills", type=int, default=10, help="episodes of kills, several in each run")
     arguments.add_argument("--seed", type=int, default=0)
     given = arguments.parse_args()
     size, seconds, dice = (given.replicas, given.stages, given.microbatches), given.op_ms / 1e3, random.Random(given.seed)
-    rows: list[Row] = []
-    for clips in (False, True):
-        what = "step that clips" if clips else "step"
-        with_it, without = (run(size, seconds, given.steps, clips, on, ()) for on in (True, False))
-        ours, plain = (median(one[1][given.steps // 4 :]) * 1e3 for one in (with_it, without))
-        rows.append(Row(f"{what}, with survive beside without", ours, plain, "ms", given.steps))
-        rows.append(Row(f"{what}: other bits", int(with_it[0] != without[0]), 0, "", 1))
-    if given.breaks:
-        steps = 2 * given.breaks + 4
-        at = range(3, steps - 1, 2)[: given.breaks]
-        faults = ["break " + points(size, dice).format(step) for step in at]
-        broken, whole = run(size, seconds, steps, True, True, faults), run(size, seconds, steps, True, False, ())
-        lost = lost_seconds(broken[1], [*at, *(step + 1 for step in at)])
-        lost = sorted(lost[: len(at)])
-        rows.append(Row("seconds lost by a break, median", median(lost), 0.5, "s", len(lost)))
-        rows.append(Row("seconds lost by a break, longest", lost[-1], 0.5, "s", len(lost)))
-        rows.append(Row("other bits after breaks", int(broken[0] != whole[0]), 0, "", len(lost)))
-        rows.append(Row("resident after breaks, beside none", broken[2] / 1024, whole[2] / 1024, "MiB", 1))
-        rows.append(Row("open files after breaks, beside none", broken[3], whole[3], "", 1))
-    if given.kills:
-        whole = run(size, seconds, EPISODE_STEPS, True, False, ())
-        lost, different = [], 0
-        for _ in range(given.kills):
-            point = points(size, dice)
-            replica, stage = map(int, point.split()[0].split("."))
-            dead = replica * size[1] + stage
-            killed = run(size, seconds, EPISODE_STEPS, True, True, [f"kill {point.format(4)}"], dead=(dead,))
-            different += killed[0] != whole[0]
-            usual = median(killed[1][:4])
-            lost.append(max(killed[1][4:6]) - 2 * usual)
-        rows.append(Row("seconds lost by a kill, median", median(lost), 0.5, "s", len(lost)))
-        rows.append(Row("seconds lost by a kill, longest", max(lost), 1.5, "s", len(lost)))
-        rows.append(Row("runs with other bits after a kill", different, 0, "", len(lost)))
+    rows = [
+        *(stay_healthy(size, seconds, given.steps) if given.steps else ()),
+        *(break_calls(size, seconds, given.breaks, dice) if given.breaks else ()),
+        *(kill(size, seconds, given.kills, dice) if given.kills else ()),
+    ]
     title = f"{size[0]} replicas of {size[1]} stages, {size[2]} microbatches, {given.op_ms:g} ms ops"
     print_rows(title, rows, baseline="without, or bar", as_json=given.json)
     return 0
