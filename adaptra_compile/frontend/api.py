@@ -13,7 +13,6 @@ this process.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -168,7 +167,7 @@ class Pipeline(LayoutMethods, ObservationMethods):
         if self._request is None:
             raise PipelineError("this pipeline is compiled already: call adaptra.compile again for batches of another shape")
         if self._batches is not None and inputs is None and not kwargs:
-            example = self._of_replica(self._batches, 0)(0)
+            example = given_by(self._arguments, self._batches, "batches", 0)(0)
         else:
             example = CallBatch.of(self._arguments, *self._arguments.resolve(inputs, targets, kwargs))
         self._session = build(self._request, example.args, example.targets, example.kwargs)
@@ -233,7 +232,7 @@ class Pipeline(LayoutMethods, ObservationMethods):
             session.require_outputs_at_home(wanted)
             home, of_replica = CallBatch.of(self._arguments, inputs, targets, named), None
             if self._batches is not None:
-                of_replica = self._of_replica(self._batches, session.training_step)
+                of_replica = given_by(self._arguments, self._batches, "batches", session.training_step)
                 expected = of_replica(self.replica)
                 require_same(home, expected, f"batches({session.training_step}, {self.replica})")
                 home = expected
@@ -299,7 +298,7 @@ class Pipeline(LayoutMethods, ObservationMethods):
         if callable(inputs) and not isinstance(inputs, Tensor):
             if targets is not None or kwargs:
                 raise BatchError("eval_step: a function of the replica beside other arguments: expected it alone")
-            of_replica = self._of_replica(inputs)
+            of_replica = given_by(self._arguments, inputs, "eval_step: the function of the replica")
             home = of_replica(self.replica)
         else:
             home = CallBatch.of(self._arguments, *self._arguments.resolve(inputs, targets, kwargs))
@@ -310,12 +309,6 @@ class Pipeline(LayoutMethods, ObservationMethods):
                 "outputs are returned alone"
             )
         return self._evaluate("eval_step", home, of_replica, with_loss=with_loss, outputs=wanted)
-
-    def _of_replica(self, function: Callable[..., Any], *step: int) -> OfReplica:
-        """Return the batches of a function that users give, for compile or for one evaluation."""
-        name = "batches" if step else "eval_step: the function of the replica"
-        called = partial(function, *step)
-        return given_by(self._arguments, called, lambda replica: f"{name}({', '.join(map(str, (*step, replica)))})")
 
     def _aliases(self) -> Mapping[str, str]:
         return self._require().compiled.aliases

@@ -53,23 +53,23 @@ def inputs_and_targets(batch: Any, what: str) -> tuple[Any, ...]:
     return positional
 
 
-def given_by(arguments: StepArguments, function: Callable[[int], Any], what: Callable[[int], str]) -> OfReplica:
+def given_by(arguments: StepArguments, function: Callable[..., Any], name: str, *before: int) -> OfReplica:
     """Return the batches that a user's function gives.
 
     Args:
         arguments: Tells the step's own arguments from the model's.
         function: From the replica to ``inputs``, ``(inputs, targets)``, or a dict of keyword arguments.
-        what: Its call for a replica, for error texts.
+        name: The function, for error texts.
+        before: Its arguments before the replica.
     """
 
     def batch(replica: int) -> CallBatch:
-        result = function(replica)
+        result = function(*before, replica)
+        what = f"{name}({', '.join(map(str, (*before, replica)))})"
         if result is None:
-            raise BatchError(
-                f"{what(replica)} returned None: expected inputs, (inputs, targets), or a dict of the step's arguments"
-            )
+            raise BatchError(f"{what} returned None: expected inputs, (inputs, targets), or a dict of the step's arguments")
         named = result if isinstance(result, Mapping) else {}
-        inputs, targets = (None, None) if named else (*inputs_and_targets(result, what(replica)), None)[:2]
+        inputs, targets = (None, None) if named else (*inputs_and_targets(result, what), None)[:2]
         return CallBatch.of(arguments, *arguments.resolve(inputs, targets, named))
 
     return batch
