@@ -5,16 +5,16 @@ Parts are numbered through all buckets. Each bucket has as many parts as there a
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 
 class Value(NamedTuple):
-    """The fold of the terms of replicas ``first`` to ``end - 1`` for one part. A single term is a fold of one.
+    """The sum of the terms of replicas ``first`` to ``end - 1`` for one part. A single term is a sum of one.
 
-    A fold of several terms begins with the first replica's, because the sum is a left fold.
+    A sum of several terms begins with the first replica's, because the whole is a left fold. Algorithms that add in another
+    order, which serve as references, count round: behind the last replica, numbered N-1, follows the first as number N.
     """
 
     part: int
@@ -50,10 +50,10 @@ def direct(replicas: int, parts: int, rank: int | None = None) -> Iterator[TermM
 
     Args:
         replicas: The number N of replicas.
-        parts: N for each bucket.
+        parts: N for each bucket; the last bucket may have fewer.
         rank: Only messages of this replica, or None for all.
     """
-    buckets, moment = parts // replicas, 0
+    buckets, moment = -(-parts // replicas), 0
     for bucket in range(buckets + 1):
         for of, is_result in ((bucket, False), (bucket - 1, True)):
             if not 0 <= of < buckets:
@@ -65,8 +65,14 @@ def direct(replicas: int, parts: int, rank: int | None = None) -> Iterator[TermM
                         value = Value(of * replicas + source, 0, replicas)
                     else:
                         value = Value(of * replicas + destination, source, source + 1)
-                    yield TermMessage(moment, source, destination, value)
+                    if value.part < parts:
+                        yield TermMessage(moment, source, destination, value)
                 moment += 1
+
+
+def to_owners(replicas: int, parts: int, rank: int | None = None) -> Iterator[TermMessage]:
+    """Yield the rounds of :func:`direct` that bring terms to owners: each has the results of its own parts then."""
+    return (one for one in direct(replicas, parts, rank) if (one.value.first, one.value.end) != (0, replicas))
 
 
 def chain(replicas: int, parts: int, rank: int | None = None) -> Iterator[TermMessage]:
@@ -92,42 +98,3 @@ def chain(replicas: int, parts: int, rank: int | None = None) -> Iterator[TermMe
 
 ALGORITHMS: Final[Mapping[str, Algorithm]] = {"direct": direct, "chain": chain}
 """All algorithms by their names."""
-
-
-def check_rounds(messages: Iterable[TermMessage], replicas: int, parts: int) -> None:
-    """Check that the messages give every replica the whole sum of each part, and that no port is used twice in a round.
-
-    A replica begins with its own terms. It can extend a fold by the next replica's term, and in no other way. What arrives
-    in a round can be sent in the next one.
-
-    Raises:
-        ValueError: Names the message that is not possible, or the part that a replica lacks.
-    """
-    held: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
-    by_round: dict[int, list[TermMessage]] = defaultdict(list)
-    for message in messages:
-        by_round[message.round].append(message)
-    for rank in range(replicas):
-        for part in range(parts):
-            held[rank, part].add((rank, rank + 1))
-    for moment in sorted(by_round):
-        for ports in ([one.source for one in by_round[moment]], [one.destination for one in by_round[moment]]):
-            if len(set(ports)) < len(ports):
-                raise ValueError(f"round {moment}: expected each replica to send and to receive at most one message")
-        for message in by_round[moment]:
-            part, first, end = message.value
-            if not _can_make(held[message.source, part], first, end):
-                raise ValueError(f"{message}: expected a value that its source can have by then")
-        for message in by_round[moment]:
-            part, first, end = message.value
-            held[message.destination, part].add((first, end))
-    for rank in range(replicas):
-        for part in range(parts):
-            if not _can_make(held[rank, part], 0, replicas):
-                raise ValueError(f"replica {rank}: expected the whole sum of part {part} in the end")
-
-
-def _can_make(held: set[tuple[int, int]], first: int, end: int) -> bool:
-    if (first, end) in held:
-        return True
-    return first == 0 and (end - 1, end) in held and end > 1 and _can_make(held, 0, end - 1)

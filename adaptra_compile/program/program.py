@@ -285,7 +285,7 @@ class Program:
         Raises:
             ProgramTextError: The text is invalid. The error has line and column, and names the token and the expected form.
         """
-        lines = _lines(text)
+        lines = text_lines(text)
         if not lines:
             raise ProgramTextError("empty schedule: expected a line 'schedule NAME placement=0,1 microbatches=M'")
         header, *rest = lines
@@ -362,11 +362,11 @@ def place_in(text: str, rank: int, number: int | None) -> tuple[int, int]:
         rank: The rank or worker, which has a line.
         number: The number of the op in its order, counted from zero. None for the start of the line.
     """
-    line = next(line for line in _lines(text) if line.text.startswith(f"{rank}:"))
+    line = next(line for line in text_lines(text) if line.text.startswith(f"{rank}:"))
     return line.number, line.column + (0 if number is None else _offset(line, number + 1))
 
 
-def _lines(text: str) -> list[TextLine]:
+def text_lines(text: str) -> list[TextLine]:
     """Return the lines that say something."""
     said = [(number, line.split("#", 1)[0]) for number, line in enumerate(text.splitlines(), 1)]
     return [
