@@ -116,7 +116,7 @@ def _parser() -> ArgumentParser:
             allow_abbrev=False,
         )
 
-    for command in (_plan, _simulate, _resilience, _explain, _trace, _schedule, _opt, _run, _doctor):
+    for command in (_plan, _simulate, _resilience, _explain, _trace, _schedule, _opt, _reduce, _run, _doctor):
         command(add)
     return parser
 
@@ -301,6 +301,26 @@ def _opt(add: _Add) -> None:
     _json(parser)
 
 
+def _reduce(add: _Add) -> None:
+    parser = add(
+        "reduce",
+        "Show what a sum over ranks takes when some are late or have narrow ports, and which algorithm is the shortest.\n\n"
+        "Late ranks arrive --delay after the others. For each algorithm: its rounds and seconds, played on the ports, and\n"
+        "what its equation says. Then the delay from which on a late rank should own nothing, and what no sum goes below.",
+    )
+    parser.add_argument("--ranks", type=_at_least_one, required=True, metavar="N", help="the ranks that add up")
+    parser.add_argument("--bytes", type=_bytes, required=True, metavar="SIZE", help="bytes of one rank's terms, such as 1GiB")
+    parser.add_argument("--alpha", type=_seconds, required=True, metavar="TIME", help="a message without bytes, such as 3us")
+    parser.add_argument("--rate", type=_rate, required=True, metavar="SIZE/s", help="a port's rate each way, such as 450GiB/s")
+    parser.add_argument(
+        "--delay", type=_seconds, metavar="TIME", help="how late late ranks arrive, such as 30ms (default: none)"
+    )
+    parser.add_argument("--late", type=_names, metavar="R,…", help="the late ranks (default: the last one)")
+    parser.add_argument("--port", action="append", metavar="R=SHARE", help="rank R's port has SHARE of the rate; repeatable")
+    parser.add_argument("--picture", metavar="FILE", help="draw the rounds of the choice: .svg or .png (needs the extra viz)")
+    _json(parser)
+
+
 def _run(add: _Add) -> None:
     parser = add(
         "run",
@@ -347,7 +367,7 @@ def _names(text: str) -> list[str]:
 
 def _seconds(text: str) -> float:
     """Return the seconds of a duration such as 100ms, 60s or 3h."""
-    for unit, scale in (("ms", 1e-3), ("s", 1.0), ("min", 60.0), ("h", 3600.0), ("d", 86_400.0)):
+    for unit, scale in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0), ("min", 60.0), ("h", 3600.0), ("d", 86_400.0)):
         number = text.removesuffix(unit)
         if number != text and number.replace(".", "", 1).isdecimal() and number.isascii() and float(number) > 0:
             return float(number) * scale
@@ -360,6 +380,13 @@ def _bytes(text: str) -> float:
     if match is None or match[2] not in UNITS or not float(match[1]) > 0:
         raise ArgumentTypeError(f"{text!r}: expected a size such as 16GB or 1.5GiB")
     return float(match[1]) * UNITS[match[2]]
+
+
+def _rate(text: str) -> float:
+    """Return the bytes per second of a rate such as 450GiB/s."""
+    if not text.endswith("/s"):
+        raise ArgumentTypeError(f"{text!r}: expected a rate such as 10GB/s or 450GiB/s")
+    return _bytes(text.removesuffix("/s"))
 
 
 def _edge(text: str) -> tuple[int, int]:

@@ -38,6 +38,10 @@ def run(options: Namespace) -> str:
             return _trace(options) if command == "trace" else _resilience(options)
         case "opt" | "schedule" as command:
             return _opt(options) if command == "opt" else _schedule(options)
+        case "reduce":
+            from adaptra.cli.reduce import run_reduce
+
+            return run_reduce(options)
         case "doctor":
             found = examine()
             return as_json(found) if options.json else report(found)

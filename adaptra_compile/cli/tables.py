@@ -16,6 +16,7 @@ from adaptra.passes.adapt_order import ADAPTED
 from adaptra.report.text import percent
 
 if TYPE_CHECKING:
+    from adaptra.collectives.choice import SumPrice
     from adaptra.planning.explaining.comparison import Comparison, Sweep
     from adaptra.planning.responses.responses import Decision
     from adaptra.simulation.sensitivity import EdgeSensitivity
@@ -99,6 +100,22 @@ def responses(title: str, decision: Decision, width: int) -> str:
             figures = f"{response.period:.6g}", f"{response.bound:.6g}", *times, str(response.held)
         style = _BEST if response in (decision.first, decision.then) else None
         table.add_row(response.kind.value, *figures, response.what, style=style)
+    return _text(title, table, width)
+
+
+def sums(title: str, prices: Iterable[SumPrice], width: int) -> str:
+    """Return a table with one row per algorithm, the shortest first."""
+    table = _table("algorithm", "own nothing", "parts", "rounds", "seconds", "by equation")
+    for index, price in enumerate(prices):
+        table.add_row(
+            price.way.algorithm,
+            ",".join(map(str, price.way.late)) or "-",
+            str(price.way.parts),
+            "-" if price.rounds is None else str(price.rounds),
+            f"{price.seconds:.6g}",
+            f"{price.expected:.6g}",
+            style=None if index else _BEST,
+        )
     return _text(title, table, width)
 
 

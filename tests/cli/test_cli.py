@@ -41,7 +41,7 @@ def test_every_documented_example_prints_what_the_document_says(folder: Path, ca
     page = Page.read(DOCUMENT)
     (case,) = page.data
     Path("slow.json").write_text(case)
-    assert len(page.examples) == 34
+    assert len(page.examples) == 36
     whole_run(folder / "runs" / "1")
     for example in page.examples:
         program, *arguments = shlex.split(example.command)
@@ -53,7 +53,7 @@ def test_every_documented_example_prints_what_the_document_says(folder: Path, ca
     files = {path.name for path in folder.iterdir()}
     programs, pictures = (
         {"plan.sched", "lowered.sched", "shortest.sched", "robust.sched", "around.sched"},
-        {"plan.svg", "compared.svg", "sweep.svg", "step.svg", "page.svg", "days.svg", "around.svg"},
+        {"plan.svg", "compared.svg", "sweep.svg", "step.svg", "page.svg", "days.svg", "around.svg", "rounds.svg"},
     )
     assert files == {"runs", "slow.json", "before.json", "step.json", *programs, *pictures}
 
@@ -62,7 +62,7 @@ def test_every_command_is_documented() -> None:
     listed = subprocess.run([sys.executable, "-m", "adaptra.cli", "--help"], capture_output=True, text=True, check=True)
     commands = re.findall(r"^    (\w+)(?: +\S.*)?$", listed.stdout, re.MULTILINE)
     assert set(commands) == set(re.findall(r"^## (\w+)$", DOCUMENT.read_text(), re.MULTILINE)) - {"Errors"}
-    assert len(commands) == 9
+    assert len(commands) == 10
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

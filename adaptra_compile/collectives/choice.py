@@ -1,0 +1,287 @@
+"""Which algorithm a sum takes: the equations say how many parts to begin with, and the rounds are played on the ports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Final
+
+from adaptra.collectives.ports import Ports, WaterLevel, seconds_of, water_level
+from adaptra.collectives.rounds import ALGORITHMS, TermMessage
+from adaptra.collectives.streamed import streamed
+from adaptra.equations.equation import Equation
+from adaptra.equations.sums import sum_equations
+
+PLAYED: Final = frozenset({*ALGORITHMS, "streamed"})
+"""The algorithms whose rounds are known. What others take is said by their equations alone."""
+
+_NEAR: Final = 1.3
+"""Algorithms that take longer than this, times the shortest, are not played with other numbers of parts."""
+_EXACT: Final = 0.01
+"""Where played rounds differ less from their equation, relatively, the best number of parts by the equation stays."""
+_LADDER: Final = (0.5, 0.7, 0.85, 1.2, 1.4, 2.0)
+"""Other numbers of parts that are played, times the best so far."""
+_MOST_SETS: Final = 6
+"""The most late sets that are played."""
+_LONG: Final = 10.0
+"""A delay behind which all owners have each other's terms, in times of a sum without late ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class SumWay:
+    """One way to add up the terms of all ranks, with the same bits as every other.
+
+    Attributes:
+        algorithm: direct, chain, streamed, merge or swap; see :class:`adaptra.equations.sums.SumEquations`.
+        late: The ranks that own nothing, because they are late or their ports are narrow.
+        parts: The number of parts.
+    """
+
+    algorithm: str
+    late: tuple[int, ...]
+    parts: int
+
+    def __str__(self) -> str:
+        late = f", {'+'.join(map(str, self.late))} own nothing" if self.late else ""
+        return f"{self.algorithm} in {self.parts} parts{late}"
+
+    def messages(self, ranks: int) -> Iterable[TermMessage]:
+        """Return the messages, by round."""
+        if self.algorithm == "streamed":
+            return streamed(ranks, self.parts, self.late)
+        return ALGORITHMS[self.algorithm](ranks, self.parts, None)
+
+    def with_parts(self, about: float, ranks: int) -> SumWay:
+        """Return the same way with about as many parts. Each owner of ``streamed`` has as many as every other."""
+        owners = ranks - len(self.late) if self.algorithm == "streamed" else 1
+        return replace(self, parts=owners * max(1, round(about / owners)))
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """An equation and the values of its arguments."""
+
+    equation: Equation
+    values: tuple[float, ...]
+
+    @property
+    def result(self) -> float:
+        """The value of the equation."""
+        return self.equation.evaluate(*self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class SumPrice:
+    """A way to add up, and what it takes.
+
+    Attributes:
+        way: The way.
+        rounds: The number of its rounds; None where they are not known.
+        expected: When the last rank has the sum by the equations, in seconds.
+        seconds: The same, by playing the rounds if they are known.
+    """
+
+    way: SumWay
+    rounds: int | None
+    expected: float
+    seconds: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields as JSON values."""
+        return {
+            "algorithm": self.way.algorithm,
+            "late": [*self.way.late],
+            "parts": self.way.parts,
+            "rounds": self.rounds,
+            "expected": self.expected,
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(frozen=True)
+class SumCase:
+    """A sum over given ports.
+
+    Attributes:
+        nbytes: The bytes of one rank's terms.
+        ports: The ports, and when their ranks arrive.
+    """
+
+    nbytes: float
+    ports: Ports
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the ports, what each algorithm takes, the choice, the bound and the gap as JSON values; times in seconds."""
+        critical, bound, chosen = self.critical_delay, self.bound, self.prices[0]
+        return {
+            "bytes": self.nbytes,
+            "alpha": self.ports.latency,
+            "per_byte": [*self.ports.per_byte],
+            "arrivals": [*self.ports.arrivals],
+            "algorithms": [price.to_json() for price in self.prices],
+            "choice": chosen.to_json(),
+            "references": self.references,
+            "critical_delay": None if critical is None else critical.result,
+            "streamed_from": self.streamed_from,
+            "bound": bound.seconds,
+            "shares": [*bound.shares],
+            "gap": chosen.seconds / bound.seconds - 1,
+        }
+
+    @property
+    def _link(self) -> tuple[float, float, float]:
+        """What the equations know of ports: one rate for all, that of the narrowest."""
+        return self.nbytes, self.ports.latency, max(self.ports.per_byte)
+
+    @property
+    def _doublings(self) -> int:
+        return (self.ports.ranks - 1).bit_length()
+
+    @property
+    def bound(self) -> WaterLevel:
+        """What no sum over these ports goes below."""
+        return water_level(self.nbytes, self.ports)
+
+    @property
+    def critical_delay(self) -> Applied | None:
+        """The delay of one rank from which on ``merge`` beats ``direct``; None for two ranks, where nothing does."""
+        ranks = self.ports.ranks
+        if ranks == 2:
+            return None
+        parts = self._even(self.way("merge", (ranks - 1,))).parts
+        return Applied(sum_equations().critical_delay, (ranks, parts, self._doublings, *self._link))
+
+    @property
+    def streamed_from(self) -> int | None:
+        """The least number of ranks, late by far, for which ``streamed`` beats ``merge``; None where it never does."""
+        ranks = self.ports.ranks
+        delay = _LONG * sum_equations().direct.evaluate(0.0, ranks, *self._link)
+        for count in range(1, ranks - 1):
+            late = tuple(range(ranks - count, ranks))
+            case = SumCase(self.nbytes, replace(self.ports, arrivals=(0.0,) * (ranks - count) + (delay,) * count))
+            streamed, merge = (case.expected(case.way(name, who)) for name, who in (("streamed", late), ("merge", late[-1:])))
+            if streamed < merge:
+                return count
+        return None
+
+    @property
+    def references(self) -> dict[str, float]:
+        """When algorithms that add in another order would end, by their equations. They have other bits, so none is chosen."""
+        model, ranks, delay = sum_equations(), self.ports.ranks, max(self.ports.arrivals)
+        return {
+            "ring": model.direct.evaluate(delay, ranks, *self._link),
+            "doubling": model.doubling.evaluate(delay, self._doublings, *self._link),
+        }
+
+    def way(self, algorithm: str, late: tuple[int, ...] = ()) -> SumWay:
+        """Return an algorithm with the best number of parts by its equation."""
+        model, ranks, link = sum_equations(), self.ports.ranks, self._link
+        match algorithm:
+            case "chain":
+                parts = max(2.0, model.chain_parts.evaluate(ranks, *link))
+            case "streamed":
+                parts = model.streamed_parts.evaluate(ranks, len(late), *link) * (ranks - len(late))
+            case "merge" | "swap":
+                parts = model.merge_parts.evaluate(self._spread(algorithm), *link)
+            case _:
+                parts = ranks
+        return SumWay(algorithm, late, 1).with_parts(parts, ranks)
+
+    def _spread(self, algorithm: str) -> int:
+        return self._doublings - (algorithm == "swap")
+
+    def applied(self, way: SumWay) -> Applied:
+        """Return the equation of a way with its numbers: seconds from when all owners are there."""
+        model, ranks, owners, link = sum_equations(), self.ports.ranks, self.ports.ranks - len(way.late), self._link
+        delay = max(self.ports.arrivals) - self._begin(way)
+        match way.algorithm:
+            case "chain":
+                return Applied(model.chain, (delay, ranks, way.parts, *link))
+            case "streamed":
+                return Applied(model.streamed, (delay, ranks, len(way.late), way.parts / owners, *link))
+            case "merge" | "swap":
+                return Applied(model.merge, (delay, ranks, way.parts, self._spread(way.algorithm), *link))
+            case _:
+                return Applied(model.direct, (delay, ranks, *link))
+
+    def _begin(self, way: SumWay) -> float:
+        return max(arrival for rank, arrival in enumerate(self.ports.arrivals) if rank not in way.late)
+
+    def expected(self, way: SumWay) -> float:
+        """Return when the last rank has the sum by the equations."""
+        return self._begin(way) + self.applied(way).result
+
+    def price(self, way: SumWay) -> SumPrice:
+        """Return what a way takes: as its rounds play, or as the equation says where no rounds are known."""
+        if way.algorithm not in PLAYED:
+            return SumPrice(way, None, self.expected(way), self.expected(way))
+        messages = [*way.messages(self.ports.ranks)]
+        seconds = seconds_of(messages, self.nbytes / way.parts, self.ports)
+        return SumPrice(way, 1 + messages[-1].round, self.expected(way), seconds)
+
+    @cached_property
+    def prices(self) -> list[SumPrice]:
+        """The best way of each algorithm, the shortest first. Of those that come near, the best number of parts is sought.
+
+        What is near is counted from the arrival of the last rank, which every sum waits for.
+        """
+        last, ranks = max(self.ports.arrivals), self.ports.ranks
+        ways = sorted(self._ways(), key=self.expected)
+        sets = [way.late for way in ways if way.algorithm == "streamed"][:_MOST_SETS]
+        best: dict[str, SumPrice] = {}
+        for way in ways:
+            if way.algorithm != "streamed" or way.late in sets:
+                self._keep_shorter(best, way)
+        shortest = min(price.seconds for price in best.values()) - last
+        for name, price in [*best.items()]:
+            seconds, expected = price.seconds - last, price.expected - last
+            if name == "direct" or seconds > _NEAR * shortest or abs(seconds - expected) <= _EXACT * seconds:
+                continue
+            before = None
+            while before != best[name]:
+                before = best[name]
+                for factor in _LADDER:
+                    self._keep_shorter(best, before.way.with_parts(factor * before.way.parts, ranks))
+        return sorted(best.values(), key=lambda price: price.seconds)
+
+    def _keep_shorter(self, best: dict[str, SumPrice], way: SumWay) -> None:
+        price = self.price(way)
+        if way.algorithm not in best or price.seconds < best[way.algorithm].seconds:
+            best[way.algorithm] = price
+
+    def _ways(self) -> Iterator[SumWay]:
+        """Yield each algorithm with each set of ranks that may own nothing."""
+        ranks = self.ports.ranks
+        yield self.way("direct")
+        if ranks > 2:
+            yield self.way("chain")
+        for late in self.late_sets():
+            yield self.way("streamed", late)
+            for name in self._of_one(late):
+                yield self.way(name, late)
+                yield self._even(self.way(name, late))
+
+    def _of_one(self, late: tuple[int, ...]) -> Iterator[str]:
+        """Yield the algorithms for one late rank. It may add only if its term is the last of the fold."""
+        if len(late) == 1:
+            yield "merge"
+        if late == (self.ports.ranks - 1,):
+            yield "swap"
+
+    def _even(self, way: SumWay) -> SumWay:
+        """Return a way of one late rank with as many parts for each owner."""
+        owners = self.ports.ranks - 1
+        return replace(way, parts=owners * max(1, round(way.parts / owners)))
+
+    def late_sets(self) -> Iterator[tuple[int, ...]]:
+        """Yield the sets of ranks that may own nothing: those that would be done last if each only sent its own terms.
+
+        A narrow port counts as lateness. Ranks that are alike are in a set together, but for the last rank, which may be alone.
+        """
+        ports = self.ports
+        alone = [arrival + self.nbytes * beta for arrival, beta in zip(ports.arrivals, ports.per_byte, strict=True)]
+        last_first = sorted(range(ports.ranks), key=lambda rank: (-alone[rank], -rank))
+        for count in range(1, ports.ranks - 1):
+            if count == 1 or alone[last_first[count]] < alone[last_first[count - 1]]:
+                yield tuple(sorted(last_first[:count]))
