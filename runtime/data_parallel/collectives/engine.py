@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adaptra.collectives.buckets import bucket_bytes, make_buckets
-from adaptra.collectives.rounds import Algorithm, TermMessage, direct
+from adaptra.collectives.buckets import Bucket, TensorRange, bucket_bytes, make_buckets
+from adaptra.collectives.rounds import Algorithm, TermMessage, direct, to_owners
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
 from adaptra.runtime.data_parallel.collectives.terms import Terms
 from adaptra.runtime.devices.events import recorded
@@ -51,6 +51,9 @@ class GroupSum:
         algorithm: The rounds; all give the same bits.
         limit: The most bytes of a bucket, or None for :func:`.buckets.bucket_bytes`.
         dtype: The least precise dtype of additions, or None for that of the tensors.
+
+    Attributes:
+        tag: Of the messages of the next sums; with gloo, those of other tags never meet.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class GroupSum:
         self._algorithm = algorithm
         self._limit = limit or bucket_bytes(self._replicas)
         self._dtype = dtype
+        self.tag = 0
         self._memory = SpareMemory()
         self._through_host = is_gloo(group)
         self._unchecked: list[tuple[torch.cuda.Event, list[dist.Work]]] = []
@@ -102,6 +106,49 @@ class GroupSum:
         self._run(list(map(_real, like)), tensors, mean)
         tensors.write_back()
 
+    def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], *, mean: bool) -> None:
+        """Write the sum or mean of this rank's part to ``output``. All ranks of the group call it together.
+
+        Args:
+            output: Of one part's shape.
+            parts: This rank's terms, of a part of each rank, by rank: flat, contiguous, of one size and dtype.
+            mean: As of :meth:`combine`.
+
+        Raises:
+            RuntimeError: As :meth:`combine`.
+        """
+        own, parts = _real(output).view(-1), [_real(one).view(-1) for one in parts]
+        most = max(1, self._limit // self._replicas // own.element_size())
+        ranges = [(begin, min(begin + most, own.numel())) for begin in range(0, own.numel(), most)]
+        buckets = [tuple(TensorRange(rank, *each) for rank in range(self._replicas)) for each in ranges]
+        terms = self._terms(parts.__getitem__, parts, buckets, mean)
+        self._move(
+            to_owners, terms, len(buckets), lambda bucket: own[slice(*ranges[bucket])].copy_(terms.take_own(bucket)), own
+        )
+
+    def all_gather(self, parts: Sequence[Tensor]) -> None:
+        """Fill the parts of other ranks by theirs. All ranks of the group call it together.
+
+        Args:
+            parts: Flat, contiguous, of one size and dtype, by rank; this rank's has its values.
+
+        Raises:
+            RuntimeError: As :meth:`combine`.
+        """
+        own, peers = parts[self._rank], [(self._rank + shift) % self._replicas for shift in range(1, self._replicas)]
+        if not self._through_host:
+            self._group.allgather([[*parts]], [own]).wait()
+            return
+        arriving = [torch.empty_like(own, device="cpu") if own.is_cuda else parts[peer] for peer in peers]
+        works = [self._group.recv([one], peer, self.tag) for peer, one in zip(peers, arriving, strict=True)]
+        leaving = ReadLater(own).wait()
+        works += [self._group.send([leaving], peer, self.tag) for peer in reversed(peers)]
+        for work in works:
+            work.wait()
+        for peer, one in zip(peers, arriving, strict=True):
+            if one is not parts[peer]:
+                parts[peer].copy_(one)
+
     def check(self) -> None:
         """Wait until messages between GPUs have ended, and raise if one of them failed. What it was to bring is no result.
 
@@ -118,10 +165,19 @@ class GroupSum:
 
     def _run(self, like: Sequence[Tensor], tensors: _Contiguous, mean: bool) -> None:
         buckets = make_buckets([(one.numel(), one.element_size(), (one.dtype, one.device)) for one in like], self._limit)
-        terms = Terms(tensors.of, like, buckets, self._replicas, self._rank, mean, self._memory, self._dtype)
+        terms = self._terms(tensors.of, like, buckets, mean)
+        self._move(self._algorithm, terms, len(buckets), terms.end_bucket, like[0] if like else None)
+
+    def _terms(self, get: Callable[[int], Tensor], like: Sequence[Tensor], buckets: Sequence[Bucket], mean: bool) -> Terms:
+        return Terms(get, like, buckets, self._replicas, self._rank, mean, self._memory, self._dtype)
+
+    def _move(
+        self, algorithm: Algorithm, terms: Terms, buckets: int, end: Callable[[int], object], like: Tensor | None
+    ) -> None:
+        """Run the rounds of some buckets, and ``end`` each bucket once nothing of it is under way."""
         rounds = [
             [one for one in each if terms.size(one.value.part)]
-            for each in _rounds(self._algorithm, self._replicas, len(buckets) * self._replicas, self._rank)
+            for each in _rounds(algorithm, self._replicas, buckets * self._replicas, self._rank)
         ]
         left = Counter(one.value.part // self._replicas for each in rounds for one in each)
         flying: deque[_Flying] = deque()
@@ -140,7 +196,7 @@ class GroupSum:
             bucket = message.value.part // self._replicas
             left[bucket] -= 1
             if not left[bucket]:
-                terms.end_bucket(bucket)
+                end(bucket)
 
         # A message of gloo travels at once if its receive waits for it. NCCL pairs a round's send with its receive.
         ahead = self._replicas - 1 if self._through_host else 0
@@ -151,8 +207,8 @@ class GroupSum:
             self._begin(each, rounds[moment + ahead : moment + ahead + 1], terms, flying)
         while flying:
             finish()
-        if works and not self._through_host and like[0].is_cuda:
-            self._unchecked.append((recorded(torch.cuda.current_stream(like[0].device)), works))
+        if works and not self._through_host and like is not None and like.is_cuda:
+            self._unchecked.append((recorded(torch.cuda.current_stream(like.device)), works))
 
     def _begin(
         self, sends: Iterable[TermMessage], receives: Iterable[Sequence[TermMessage]], terms: Terms, flying: deque[_Flying]
@@ -163,11 +219,11 @@ class GroupSum:
         if self._through_host:
             for one, tensor in arriving:
                 memory = torch.empty_like(tensor, device="cpu", pin_memory=True) if tensor.is_cuda else tensor
-                flying.append(_Flying(one, tensor, memory, self._group.recv([memory], one.source, 0)))
+                flying.append(_Flying(one, tensor, memory, self._group.recv([memory], one.source, self.tag)))
             copies = [ReadLater(tensor) for _, tensor in leaving]
             for (one, tensor), copy in zip(leaving, copies, strict=True):
                 memory = copy.wait()
-                flying.append(_Flying(one, tensor, memory, self._group.send([memory], one.destination, 0)))
+                flying.append(_Flying(one, tensor, memory, self._group.send([memory], one.destination, self.tag)))
         elif arriving or leaving:
             # NCCL begins a round's messages as one, and gives one work for all of them.
             group, device = self._group, [*arriving, *leaving][0][1].device

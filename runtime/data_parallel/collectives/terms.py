@@ -108,9 +108,6 @@ class Terms:
         for part in range(bucket * self._replicas, (bucket + 1) * self._replicas):
             if self.size(part):
                 self.value(Value(part, 0, self._replicas))
-            for tensor in self._held.pop(part, {}).values():
-                self._memory.give_back(tensor)
-        del self._packed[bucket]
         begin = 0
         for piece in self._buckets[bucket]:
             end = begin + piece.end - piece.begin
@@ -118,7 +115,23 @@ class Terms:
             if target.data_ptr() != whole.data_ptr():
                 target.copy_(whole[begin:end])
             begin = end
-        self._memory.give_back(whole)
+        self._forget(bucket)
+
+    def take_own(self, bucket: int) -> Tensor:
+        """Return the result of the part whose number is this replica's, valid until the next use. Ends the bucket as above.
+
+        Raises:
+            KeyError: A term of it has not arrived.
+        """
+        result = self.value(Value(bucket * self._replicas + self._rank, 0, self._replicas))
+        self._forget(bucket)
+        return result
+
+    def _forget(self, bucket: int) -> None:
+        for part in range(bucket * self._replicas, (bucket + 1) * self._replicas):
+            for tensor in self._held.pop(part, {}).values():
+                self._memory.give_back(tensor)
+        self._memory.give_back(self._packed.pop(bucket)[0])
 
     def _own(self, part: int) -> Tensor:
         bucket, index = divmod(part, self._replicas)

@@ -1,0 +1,149 @@
+"""The watch of one member over the others of a sum: who is lost, and whether all do the same.
+
+A member that dies breaks its connections. One that freezes breaks none, so a thread asks the others' processes while a sum
+takes long. Whoever knows of a loss first writes it to the store, because its own end would soon look like another.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final, TypeVar
+
+from torch.distributed import DistError
+
+from adaptra.errors import AdaptraError, ControlError, PeerLostError
+from adaptra.runtime.control_store.signed_store import under
+from adaptra.runtime.control_store.spare_clients import give_back
+from adaptra.runtime.control_store.stores import own_address
+from adaptra.runtime.survival.evidence import Evidence
+from adaptra.runtime.transports.process_groups import Members, control_plane
+
+T = TypeVar("T")
+
+_WATCHED_SECONDS: Final = 0.5
+"""Seconds of a sum after which the others' processes are asked whether they live."""
+_LOOK_SECONDS: Final = 0.1
+_EVIDENCE_SECONDS: Final = 3.0
+"""The longest time in which a broken connection is explained."""
+_STORE_SECONDS: Final = 0.5
+"""The longest wait for the store to say who is lost."""
+_LOST: Final = "lost"
+
+
+class PeerWatch:
+    """The watch of one member. Starts a thread at once; all members make theirs at the same time.
+
+    Args:
+        members: This member of them.
+        ranks: Their ranks in the job.
+        end_waits: Ends this member's waits for messages.
+
+    Attributes:
+        error: What ends all sums of this member, once it is known.
+    """
+
+    def __init__(self, members: Members, ranks: Sequence[int], end_waits: Callable[[], object]) -> None:
+        self.error: AdaptraError | None = None
+        self._members = members
+        self._ranks = ranks
+        self._end_waits = end_waits
+        self._store = control_plane(members)
+        self._evidence = Evidence(under("evidence", self._store), members.rank, range(members.size), own_address(self._store))
+        self._changed = threading.Condition()
+        self._began: float | None = None
+        self._number, self._doing = 0, ""
+        self._is_closed = self._is_stuck = False
+        self._thread = threading.Thread(target=self._run, name="adaptra watches the ranks of a sum", daemon=True)
+        self._thread.start()
+
+    def begin(self, number: int, doing: str) -> None:
+        """Watch a meeting of this number until :meth:`end`; ``doing`` is what this member does in it, in words."""
+        with self._changed:
+            self._number, self._doing = number, f"{number} {doing}"
+            self._began = time.monotonic()
+            self._changed.notify()
+
+    def end(self) -> None:
+        """Watch no more, until the next meeting."""
+        self._began = None
+
+    def explain(self, error: RuntimeError) -> AdaptraError:
+        """Return what a broken connection comes of. If the store lives, all members name the same lost one."""
+        self._end_waits()
+        until = time.monotonic() + _EVIDENCE_SECONDS
+        while self.error is None and time.monotonic() < until:
+            self._look(asks=True)
+            self._compare()
+            time.sleep(_LOOK_SECONDS / 2)
+        if self.error is None:
+            self.error = PeerLostError(f"a sum over ranks has failed: {error}")
+        return self.error
+
+    def close(self) -> None:
+        """End the watch: from now on this member counts as ended."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        self._thread.join()
+        self._evidence.close()
+        give_back(self._store)
+
+    def _look(self, *, asks: bool) -> None:
+        """Look for a loss: one of which there is evidence, or one that another member has written, if this one asks for it."""
+        ended = self._evidence.against(range(self._members.size))
+        own = "{} {}".format(*next(iter(ended.items()))) if ended else ""
+        if self.error is None and (own or asks):
+            text = self._of_store(lambda: self._store.compare_set(_LOST, "", own).decode()) or own
+            if text:
+                member, _, why = text.partition(" ")
+                rank = self._ranks[int(member)]
+                self.error = PeerLostError(f"rank {rank} is lost: it {why}", rank=rank)
+
+    def _compare(self) -> None:
+        """Say what this member does, and look whether others do something else in the same meeting."""
+        own, number = self._doing, self._number
+        keys = [f"doing/{member}" for member in range(self._members.size)]
+
+        def ask() -> list[str]:
+            self._store.set(keys[self._members.rank], own)
+            return [self._store.get(key).decode() if self._store.check([key]) else "" for key in keys]
+
+        for member, text in enumerate(self._of_store(ask) or ()):
+            at, _, what = text.partition(" ")
+            if at == str(number) and text != own and self.error is None:
+                ours, theirs = self._ranks[self._members.rank], self._ranks[member]
+                what = f"rank {ours} does: {own.partition(' ')[2]}; rank {theirs}: {what}"
+                self.error = ControlError(f"{what}: expected the same on all ranks of the group")
+
+    def _of_store(self, ask: Callable[[], T]) -> T | None:
+        """Return an answer of the store; None if it is lost, or frozen with its host."""
+        said: list[T] = []
+
+        def wait() -> None:
+            with suppress(DistError):
+                said.append(ask())
+
+        if not self._is_stuck:
+            asking = threading.Thread(target=wait, name="adaptra asks the store", daemon=True)
+            asking.start()
+            asking.join(_STORE_SECONDS)
+            self._is_stuck = asking.is_alive()
+        return next(iter(said), None)
+
+    def _run(self) -> None:
+        compared = 0
+        while not self._is_closed and self.error is None:
+            with self._changed:
+                self._changed.wait_for(lambda: self._began is not None or self._is_closed)
+            time.sleep(_LOOK_SECONDS)
+            began, number = self._began, self._number
+            if began is not None and time.monotonic() - began > _WATCHED_SECONDS:
+                self._look(asks=False)
+                if number != compared:  # once: who comes later sees what this member does, and ends its wait
+                    self._compare()
+                    compared = number
+        if self.error is not None:
+            self._end_waits()

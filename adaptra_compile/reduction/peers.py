@@ -1,0 +1,146 @@
+"""The members of a group of torch.distributed, as they add terms without a pipeline, over connections of their own."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Final
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from adaptra.collectives.rounds import ALGORITHMS
+from adaptra.errors import LaunchError
+from adaptra.reduction.peer_watch import PeerWatch
+from adaptra.runtime.data_parallel.collectives.engine import GroupSum
+from adaptra.runtime.options.reduce_options import Reduce
+from adaptra.runtime.transports.process_groups import FOR_EVER, Members, end_group, end_waits, is_gloo, new_group
+
+_joined: Final = Counter[str]()
+"""How often this process has joined the members of each group."""
+_open: Final = WeakSet["Peers"]()
+
+
+def joined_group(group: ProcessGroup | None) -> ProcessGroup:
+    """Return a group of which this process is a member; the one of all ranks for None.
+
+    Raises:
+        LaunchError: There is no process group, or this process is no member.
+    """
+    if not dist.is_initialized():
+        raise LaunchError("a sum over ranks without a process group: expected torch.distributed.init_process_group before it")
+    joined = dist.group.WORLD if group is None else group
+    if not isinstance(joined, ProcessGroup) or dist.get_rank(joined) < 0:
+        raise LaunchError("a sum over a group of which this process is no member: expected it on the group's ranks alone")
+    return joined
+
+
+class Peers:
+    """A member of a group, and what joins it to the others. All members make theirs at the same time.
+
+    Args:
+        group: A group of torch.distributed; None for all ranks.
+        how: How sums are made.
+
+    Attributes:
+        ranks: The members' ranks in the job.
+        rank: This one's number among them.
+        sums: Adds over them; there is none for one member alone.
+
+    Raises:
+        LaunchError: There is no process group, or this process is no member.
+    """
+
+    def __init__(self, group: ProcessGroup | None, how: Reduce) -> None:
+        joined = joined_group(group)
+        self.ranks: Final = dist.get_process_group_ranks(joined)
+        self.rank: Final = dist.get_rank(joined)
+        # Groups that have no rank in common may have one name.
+        name = f"{joined.group_name} from {self.ranks[0]}"
+        _joined[name] += 1
+        members = Members(f"adaptra/reduction/{name}/{_joined[name]}", self.rank, len(self.ranks))
+        self._one_at_a_time = threading.Lock()
+        self._number = 0
+        self._is_closed = False
+        if members.size == 1:
+            return
+        carrier = new_group(members.part("terms"), dist.get_backend(joined), FOR_EVER)
+        # With tags, members that do something else never meet. NCCL has none.
+        self._texts = None if is_gloo(carrier) else new_group(members.part("texts"), "gloo", FOR_EVER)
+        self._groups = [one for one in (carrier, self._texts) if one is not None]
+        self.sums: Final = GroupSum(carrier, algorithm=ALGORITHMS[how.algorithm], limit=how.bucket, dtype=how.dtype)
+        self._watch = PeerWatch(members, self.ranks, self._end_waits)
+        _open.add(self)
+
+    def require_open(self) -> None:
+        """Refuse a sum after the end.
+
+        Raises:
+            LaunchError: :meth:`close` was called.
+        """
+        if self._is_closed:
+            raise LaunchError("a sum over ranks after its end: expected none after close()")
+
+    @contextmanager
+    def meeting(self, what: str) -> Generator[None]:
+        """Meet the others in what all of them do, one meeting at a time, under watch.
+
+        Args:
+            what: What this member does, in words; the same on all of them.
+
+        Raises:
+            ControlError: Another member does something else; names both.
+            PeerLostError: A member is lost; names its rank.
+        """
+        with self._one_at_a_time:
+            self.require_open()
+            if self._watch.error is not None:
+                raise self._watch.error
+            self._number += 1
+            digest = hashlib.sha256(f"{self._number} {what}".encode()).digest()
+            self.sums.tag = int.from_bytes(digest[:4], "big") >> 2
+            self._watch.begin(self._number, what)
+            try:
+                self._meet_before(digest)
+                yield
+            except RuntimeError as error:
+                raise self._watch.explain(error) from error
+            finally:
+                self._watch.end()
+
+    def close(self) -> None:
+        """End this member's part. The others take it for lost if they go on. May be called again."""
+        was_closed, self._is_closed = self._is_closed, True
+        if was_closed or len(self.ranks) == 1:
+            return
+        _open.discard(self)
+        self._watch.close()
+        for group in self._groups:
+            end_group(group)
+
+    def _meet_before(self, digest: bytes) -> None:
+        """Where messages have no tags, wait until all members do the same."""
+        if self._texts is None:
+            return
+        own = torch.tensor([*digest], dtype=torch.uint8)
+        everyone = [torch.empty_like(own) for _ in self.ranks]
+        self._texts.allgather([everyone], [own]).wait()
+        if any(not torch.equal(one, own) for one in everyone):
+            raise RuntimeError("members do something else")
+
+    def _end_waits(self) -> None:
+        for group in self._groups:
+            end_waits(group)
+
+
+@atexit.register
+def _close_all() -> None:
+    """End what joins this process to others, before torch and Python end."""
+    for peers in [*_open]:
+        peers.close()
