@@ -49,16 +49,15 @@ def residual_net(width: int, blocks: int) -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, width, 3, padding=1), *[Block() for _ in range(blocks)], pooled)
 
 
-def stepper(model: nn.Module, rank: int, size: int) -> Callable[[float], float]:
+def stepper(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, *shape: int) -> Callable[[float], float]:
     """A function that trains one step on a new batch after a pause in seconds, and returns the seconds of the step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(rank)
 
     def step(pause: float) -> float:
-        pictures = torch.randn(4, 3, size, size, generator=generator)
+        batch = torch.randn(*shape, generator=generator)
         dist.barrier()
         began = time.monotonic()
-        loss = model(pictures).square().mean()
+        loss = model(batch).square().mean()
         time.sleep(pause)
         optimizer.zero_grad()
         loss.backward()
@@ -94,7 +93,8 @@ def measure_ddp(rank: int, steps: int, late: int | None, width: int, blocks: int
     ours, theirs = map(DistributedDataParallel, models)
     with reduction.HookState() as state:
         ours.register_comm_hook(state, reduction.hook)
-        times = in_turn(rank, steps, late, stepper(ours, rank, size), stepper(theirs, rank, size))
+        sides = [stepper(one, torch.optim.SGD(one.parameters(), lr=0.01), rank, 4, 3, size, size) for one in (ours, theirs)]
+        times = in_turn(rank, steps, late, *sides)
         return times, weights_of(models[0])
 
 
@@ -112,22 +112,8 @@ def measure_fsdp(rank: int, steps: int, width: int) -> tuple[list[float], str]:
         for module in [*layers, models[-1]]:
             fully_shard(module, mesh=mesh)
     reduction.use_in(models[0])
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3) for model in models]
-    generator = torch.Generator().manual_seed(rank)
-
-    def side(number: int) -> Callable[[float], float]:
-        def step(_pause: float) -> float:
-            tokens = torch.randn(4, 32, width, generator=generator)
-            dist.barrier()
-            began = time.monotonic()
-            optimizers[number].zero_grad()
-            models[number](tokens).square().mean().backward()
-            optimizers[number].step()
-            return time.monotonic() - began
-
-        return step
-
-    return in_turn(rank, steps, None, side(0), side(1)), weights_of(models[0])
+    sides = [stepper(one, torch.optim.AdamW(one.parameters(), lr=1e-3), rank, 4, 32, width) for one in models]
+    return in_turn(rank, steps, None, *sides), weights_of(models[0])
 
 
 def measure_loss(rank: int, sent: int) -> float:

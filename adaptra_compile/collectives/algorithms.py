@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
 from adaptra.collectives.merge import merge, swap
@@ -24,7 +25,17 @@ LATE: Final[Mapping[str, Callable[[int, int, Sequence[int]], Iterator[TermMessag
 
 
 def sum_schedule(name: str, ranks: int, parts: int, late: tuple[int, ...] = ()) -> SumSchedule:
-    """Return the schedule of an algorithm.
+    """Return the schedule of an algorithm; arguments are those of :func:`sum_messages`.
+
+    Raises:
+        ScheduleError: As :func:`sum_messages`, or the numbers don't fit together.
+    """
+    empty = SumSchedule(name, ranks, parts, late, (), name not in REFERENCES)
+    return replace(empty, messages=tuple(sum_messages(name, ranks, parts, late)))
+
+
+def sum_messages(name: str, ranks: int, parts: int, late: tuple[int, ...] = ()) -> Iterator[TermMessage]:
+    """Return the messages of an algorithm, by round.
 
     Args:
         name: A name in :data:`.rounds.ALGORITHMS`, :data:`LATE` or :data:`REFERENCES`.
@@ -35,23 +46,19 @@ def sum_schedule(name: str, ranks: int, parts: int, late: tuple[int, ...] = ()) 
     Raises:
         ScheduleError: There is no such algorithm, or none for these ranks.
     """
-    empty = SumSchedule(name, ranks, parts, late, (), name not in REFERENCES)
+    named = ",".join(map(str, late))
     if name in LATE:
         if not late:
             raise ScheduleError(f"{name}: expected at least one late rank")
         if name != "streamed" and len(late) > 1:
-            raise ScheduleError(f"{name}: late ranks {','.join(map(str, late))}: expected one")
+            raise ScheduleError(f"{name}: late ranks {named}: expected one")
         if name == "swap" and late != (ranks - 1,):
-            raise ScheduleError(
-                f"{name}: late rank {','.join(map(str, late))}: expected {ranks - 1}, whose term is the last of the fold"
-            )
-        messages = LATE[name](ranks, parts, late)
-    elif late:
-        raise ScheduleError(f"{name}: late ranks {','.join(map(str, late))}: expected none, since every rank owns parts")
-    elif name in REFERENCES:
-        messages = REFERENCES[name](ranks, parts)
-    elif name in ALGORITHMS:
-        messages = ALGORITHMS[name](ranks, parts, None)
-    else:
-        raise ScheduleError(f"algorithm {name!r}: expected one of {', '.join([*ALGORITHMS, *LATE, *REFERENCES])}")
-    return SumSchedule(name, ranks, parts, late, tuple(messages), empty.is_fold)
+            raise ScheduleError(f"{name}: late rank {named}: expected {ranks - 1}, whose term is the last of the fold")
+        return LATE[name](ranks, parts, late)
+    if late:
+        raise ScheduleError(f"{name}: late ranks {named}: expected none, since every rank owns parts")
+    if name in REFERENCES:
+        return REFERENCES[name](ranks, parts)
+    if name in ALGORITHMS:
+        return ALGORITHMS[name](ranks, parts, None)
+    raise ScheduleError(f"algorithm {name!r}: expected one of {', '.join([*ALGORITHMS, *LATE, *REFERENCES])}")

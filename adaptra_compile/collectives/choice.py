@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
+from adaptra.collectives.algorithms import sum_messages
 from adaptra.collectives.ports import Ports, WaterLevel, seconds_of, water_level
 from adaptra.collectives.rounds import ALGORITHMS, TermMessage
-from adaptra.collectives.streamed import streamed
 from adaptra.equations.equation import Equation
 from adaptra.equations.sums import sum_equations
 
@@ -48,9 +48,7 @@ class SumWay:
 
     def messages(self, ranks: int) -> Iterable[TermMessage]:
         """Return the messages, by round."""
-        if self.algorithm == "streamed":
-            return streamed(ranks, self.parts, self.late)
-        return ALGORITHMS[self.algorithm](ranks, self.parts, None)
+        return sum_messages(self.algorithm, ranks, self.parts, self.late)
 
     def with_parts(self, about: float, ranks: int) -> SumWay:
         """Return the same way with about as many parts. Each owner of ``streamed`` has as many as every other."""

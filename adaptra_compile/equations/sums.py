@@ -87,9 +87,8 @@ def sum_equations() -> SumEquations:
     message = alpha + size * beta / (each * (ranks - late))
     streamed_gather = each * (ranks - late - 1) * message
     streamed = (each + 1) * (ranks - 1) * message
-    slope, steps = sympy.symbols(
-        "slope steps", positive=True
-    )  # steps: rounds behind the parts, of which each takes slope rounds
+    # Each part takes slope rounds, and steps are the rounds behind the last one.
+    slope, steps = sympy.symbols("slope steps", positive=True)
     best = solved(sympy.diff((slope * parts + steps) * (alpha + size * beta / parts), parts), parts)
     return SumEquations(
         direct=Equation("direct, and a ring", "StragglAR for the ring", delay + exchange, (delay, ranks, *link)),

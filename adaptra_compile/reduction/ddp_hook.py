@@ -4,6 +4,7 @@ Each bucket is added in a thread while autograd computes the next one. DDP turns
 its text alone; :attr:`HookState.error` keeps ours.
 """
 
+# torch compares the annotations of a hook, so they are no texts here.
 import threading
 from queue import SimpleQueue
 from types import TracebackType
@@ -19,7 +20,6 @@ from adaptra.runtime.devices.events import recorded
 from adaptra.runtime.options.reduce_options import Reduce
 
 _Bucket = tuple[int, Tensor, Any, "torch.cuda.Event | None"]
-# torch compares the annotations of a hook, so they are no texts here.
 """The number of a bucket in its step, its gradients, the future of their mean, and the event behind their computation."""
 
 
@@ -83,18 +83,12 @@ class HookState:
                     torch.cuda.set_device(gradients.device)
                     torch.cuda.set_stream(stream)
                     stream.wait_event(computed)
-                self._add(number, gradients)
+                what = f"the mean of bucket {number} of gradients, {described(gradients)}"
+                self._peers.combine(gradients, what, mean=True)
                 future.set_result(gradients)
             except Exception as error:
                 self.error = self.error or error
                 future.set_exception(error)
-
-    def _add(self, number: int, gradients: Tensor) -> None:
-        peers = self._peers
-        if len(peers.ranks) > 1:
-            with peers.meeting(f"the mean of bucket {number} of gradients, {described(gradients)}"):
-                peers.sums.combine([gradients], mean=True)
-                peers.sums.check()
 
 
 def hook(state: HookState, bucket: GradBucket) -> torch.futures.Future[Tensor]:

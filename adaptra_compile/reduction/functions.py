@@ -34,11 +34,7 @@ def all_reduce(tensor: Tensor, group: ProcessGroup | None = None, *, mean: bool 
         LaunchError: There is no process group, or this process is no member.
     """
     check_summand(tensor, mean=mean)
-    peers = peers_of(group, how or Reduce())
-    if len(peers.ranks) > 1:
-        with peers.meeting(f"all_reduce({described(tensor)}, mean={mean}) by {how}"):
-            peers.sums.combine([tensor], mean=mean)
-            peers.sums.check()
+    peers_of(group, how or Reduce()).combine(tensor, f"all_reduce({described(tensor)}, mean={mean}) by {how}", mean=mean)
 
 
 def reduce_scatter(

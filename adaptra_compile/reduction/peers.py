@@ -13,6 +13,7 @@ from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from adaptra.collectives.rounds import ALGORITHMS
@@ -113,6 +114,13 @@ class Peers:
                 raise self._watch.explain(error) from error
             finally:
                 self._watch.end()
+
+    def combine(self, tensor: Tensor, what: str, *, mean: bool) -> None:
+        """Replace a tensor by its sum or mean over the members; raises as :meth:`meeting`, which ``what`` is for."""
+        if len(self.ranks) > 1:
+            with self.meeting(what):
+                self.sums.combine([tensor], mean=mean)
+                self.sums.check()
 
     def close(self) -> None:
         """End this member's part. The others take it for lost if they go on. May be called again."""

@@ -227,11 +227,12 @@ class EpochKeeper:
                 recovery.publish(self._store, record)
         logger.info("epoch %d has broken: %s; another followed after %.3f s", world.epoch, why, time.monotonic() - began)
         after = recovery.epoch.world
-        lost = set(world.processes).difference(after.processes if recovery.end is None else [self._process])
-        if lost and not self._closed:
-            self._on_loss(lost)
+        gone = set(world.processes).difference(after.processes)
+        lost_to_it = gone if recovery.end is None else set(world.processes).difference([self._process])
+        if lost_to_it and not self._closed:
+            self._on_loss(lost_to_it)
         if after is not world and leader(after, {}) == self._process:
-            self._evidence.outlived(set(world.processes).difference(after.processes))
+            self._evidence.outlived(gone)
         if (lost := self.broken(after.epoch)) is not None:
             self._on_break(lost)
 
