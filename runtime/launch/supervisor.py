@@ -6,6 +6,7 @@ torchrun stops a node's other processes once one of them fails. Here each proces
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import sys
@@ -199,6 +200,10 @@ def _end(context: PContext) -> None:
 
 
 def _store(port: int) -> TCPStore:
+    # torch's store looks up the name of each host that connects to it, and answers nobody meanwhile: five seconds for each
+    # question that a name server loses. This process needs no name any more, so it asks no server.
+    if (configure := getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)) is not None:  # glibc has it
+        configure(b"hosts", b"files")
     try:
         return TCPStore("0.0.0.0", port, is_master=True, wait_for_workers=False)
     except DistNetworkError as error:
