@@ -61,12 +61,14 @@ class Carriers:
             return transport
         return LanedTransport(transport, {"delegate": create_transport("delegate", addresses=self.delegate.addresses, **here)})
 
-    @property
-    def clients(self) -> int:
-        """How many clients of the store a worker uses at most, which is while it changes its role or its cut.
+    def clients(self, workers: int, *, survives: bool) -> int:
+        """Return how many clients of the store a process uses at most for that many workers.
 
-        Each transport has a control plane, the old ones and the new ones at once. NCCL has a client by which its communicators
-        meet. The worker has three for mail, calls one, and the membership one.
+        A worker has three for mail, and one for each control plane of its transports. NCCL has a client by which its
+        communicators meet. The process has one for its calls and one for its membership. While roles or cuts change, there are
+        the old transports too. Where one epoch follows another there are all the old workers, and five clients keep the epochs.
         """
         control_planes = 2 if self.delegate.is_beside or self.name == "nccl" else 1
-        return 2 * control_planes + 3 + 1 + 1
+        if survives:
+            return 2 * workers * (control_planes + 3) + 7
+        return workers * (2 * control_planes + 3) + 2

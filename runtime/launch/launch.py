@@ -55,8 +55,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 HOST: Final = torch.device("cpu")
-_CLIENTS_TO_SURVIVE: Final = 12
-"""The clients of the store by which a process that survives hears of others, and those of workers that it may adopt."""
+_ADOPTED: Final = 3
+"""The workers that a process has clients of the store for, beside those that it hosts from the start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -499,9 +499,12 @@ def launch(
         check_launcher(os.environ, socket.gethostname())
         dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    hosted = -(-roles // max(1, ranks // size)) if isinstance(roles, int) else 1
+    in_a_column = max(1, ranks // size)
+    replicas = roles if isinstance(roles, int) else in_a_column
+    hosted = -(-replicas // in_a_column)
     carriers = Carriers(name, delegate, device, tuple(range(size)) if placement is None else placement)
-    spares = Reservation(hosted * carriers.clients + (_CLIENTS_TO_SURVIVE if goes_on else 0))
+    most = min(hosted + _ADOPTED, replicas) if goes_on else hosted
+    spares = Reservation(carriers.clients(most, survives=goes_on))
     # Making groups waits for all ranks, so the ranks first agree on which groups to make.
     call = job_store().add(f"adaptra launches/{rank}", 1)
     contributed = agree_on_arguments(
