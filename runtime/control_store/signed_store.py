@@ -22,7 +22,7 @@ from torch.distributed import Store
 from adaptra.errors import ControlError
 from adaptra.runtime.control_store.secret import FILE_VARIABLE, VARIABLE, derive, given_secret
 from adaptra.runtime.control_store.spare_clients import Part, over
-from adaptra.runtime.control_store.stores import clone
+from adaptra.runtime.control_store.stores import clone, get_all
 
 _SIGNATURE_LETTERS: Final = 2 * hashlib.sha256().digest_size
 _NONCE_BYTES: Final = 32
@@ -183,7 +183,7 @@ def signed_together(store: Store, path: str, rank: int, ranks: int) -> Store:
     store.set(f"nonce/{rank}", nonce)
     if not nonce:
         return store
-    texts = [nonce if other == rank else store.get(f"nonce/{other}").decode(errors="replace") for other in range(ranks)]
+    texts = [text.decode(errors="replace") for text in get_all(store, [f"nonce/{other}" for other in range(ranks)])]
     without = [other for other, text in enumerate(texts) if not text]
     if without:
         raise ControlError(

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Final, TypeVar
 
@@ -40,6 +40,11 @@ def clone(store: Store) -> Store:
 
 def _opened(store: Store) -> Store:
     return over(store, client_of(store).clone())  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack the method
+
+
+def get_all(store: Store, keys: Sequence[str]) -> list[bytes]:
+    """Return the values of keys, in their order, once all are set. It costs two answers of the store for any number of keys."""
+    return store.multi_get(list(keys)) if keys else []  # pyright: ignore[reportAttributeAccessIssue, reportUnknownVariableType] - as above
 
 
 def innermost(store: Store) -> Store:

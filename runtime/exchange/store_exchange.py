@@ -16,6 +16,7 @@ from torch.distributed import DistError, DistStoreError, Store
 
 from adaptra.errors import ControlError, LaunchError
 from adaptra.runtime.control_store.signed_store import under
+from adaptra.runtime.control_store.stores import get_all
 from adaptra.runtime.transports.base import Transport
 
 logger = logging.getLogger(__name__)
@@ -113,17 +114,12 @@ def exchange(
         if not keys:
             return []
         wait(store, list(keys), timeout, check, lambda seconds: log_late(name, absent(), seconds))
-        return [value.decode() for value in read(store, list(keys))]
+        return [value.decode() for value in get_all(store, list(keys))]
     except DistStoreError as error:
         raise late_error(name, absent(), timeout) from error
     except DistError as error:
         check()  # a rank that ended the job may have taken the store with it, since the last look
         raise lost_store(name, rank, error) from error
-
-
-def read(store: Store, keys: list[str]) -> list[bytes]:
-    """Return the values of keys that are set, in one request."""
-    return store.multi_get(keys)  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack the method
 
 
 def wait(store: Store, keys: list[str], timeout: float, check: Check, on_late: Callable[[float], None]) -> None:

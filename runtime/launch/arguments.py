@@ -32,7 +32,8 @@ from adaptra.runtime.control_store.digest_tree import (
 )
 from adaptra.runtime.control_store.schema import decode, encode
 from adaptra.runtime.control_store.signed_store import new_nonce
-from adaptra.runtime.exchange.store_exchange import late_error, log_late, lost_store, no_check, not_set, read, wait
+from adaptra.runtime.control_store.stores import get_all
+from adaptra.runtime.exchange.store_exchange import late_error, log_late, lost_store, no_check, not_set, wait
 
 _NAME: Final = "arguments"
 _UP: Final = "arguments up"
@@ -111,7 +112,7 @@ class _ArgumentComparison:
         if self._children:
             keys = [f"{_UP}/{child}" for child in self._children]
             self._wait(keys)
-            reports = [self._parse_up(payload, key) for payload, key in zip(read(self._store, keys), keys, strict=True)]
+            reports = [self._parse_up(payload, key) for payload, key in zip(get_all(self._store, keys), keys, strict=True)]
             level = DigestLevel(level.text, tuple(digest for digest, _ in reports))
             values = lowest_two([*values, *(value for _, of_child in reports for value in of_child)])
         own = subtree_digest(level.text, level.children)
@@ -126,7 +127,7 @@ class _ArgumentComparison:
                 self._store.multi_set([own_key, f"{_UP}/{self._rank}"], [text, up])  # pyright: ignore[reportAttributeAccessIssue]
             key = f"{_DOWN}/{parent_of(self._rank)}"
             self._wait([key])
-            above, differs = self._parse_down(read(self._store, [key])[0], key)
+            above, differs = self._parse_down(get_all(self._store, [key])[0], key)
         if self._children:
             down = {"levels": [asdict(one) for one in (level, *above)], "differs": differs}
             self._store.set(f"{_DOWN}/{self._rank}", encode(down))
@@ -134,7 +135,7 @@ class _ArgumentComparison:
 
     def texts_of(self, *ranks: int) -> list[bytes]:
         """Return the texts of ranks that have come."""
-        return read(self._store, [f"{_NAME}/{rank}" for rank in ranks])
+        return get_all(self._store, [f"{_NAME}/{rank}" for rank in ranks])
 
     def part(self) -> None:
         """Stay until the ranks below have read the result, for a few seconds at most."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from torch.distributed import Store
 
 from adaptra.runtime.control_store.schema import decode
+from adaptra.runtime.control_store.stores import get_all
 
 ROUNDS = 8
 
@@ -65,8 +66,8 @@ def share(store: Store, rank: int, world_size: int, to_next: Offset | None) -> t
     if to_next is not None:
         store.set(str(rank), json.dumps({"ahead": to_next.ahead, "uncertainty": to_next.uncertainty}))
     steps: list[Offset] = []
-    for lower in range(world_size - 1):
-        fields = decode(store.get(str(lower)), f"clock of rank {lower}")
+    for lower, payload in enumerate(get_all(store, [str(lower) for lower in range(world_size - 1)])):
+        fields = decode(payload, f"clock of rank {lower}")
         steps.append(Offset(fields.instant("ahead"), fields.number("uncertainty")))
         fields.end()
     return tuple(_between(steps, rank, other) for other in range(world_size))

@@ -13,6 +13,7 @@ from torch.distributed import Store
 from adaptra.errors import ControlError, LaunchError
 from adaptra.runtime.control_store.schema import decode, encode
 from adaptra.runtime.control_store.secret import VARIABLE, derive, given_secret
+from adaptra.runtime.control_store.stores import get_all
 
 SECRET_BYTES: Final = 32
 _MAX_PATHS: Final = 64
@@ -95,7 +96,8 @@ def share_endpoints(store: Store, rank: int, world_size: int, mine: Sequence[End
     """
     paths = [{"wire": endpoint.wire, "host": endpoint.host, "port": endpoint.port} for endpoint in mine]
     store.set(f"endpoints/{rank}", encode({"paths": paths}))
-    endpoints = [_read(store.get(f"endpoints/{other}"), other) for other in range(world_size)]
+    told = get_all(store, [f"endpoints/{other}" for other in range(world_size)])
+    endpoints = [_read(payload, other) for other, payload in enumerate(told)]
     for other, theirs in enumerate(endpoints):
         if [endpoint.wire for endpoint in theirs] != [endpoint.wire for endpoint in mine]:
             raise LaunchError(

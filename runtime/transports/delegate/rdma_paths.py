@@ -12,6 +12,7 @@ from torch.distributed import Store
 
 from adaptra import _C
 from adaptra.errors import ControlError, LaunchError
+from adaptra.runtime.control_store.stores import get_all
 from adaptra.runtime.transports.delegate.endpoints import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,8 @@ def agree_on_ports(store: Store, rank: int, world_size: int) -> list[str]:
     ports, reason = _C.find_verbs_ports()
     mine = [f"{PREFIX}{device}/{number}" for device, number, _, _, unusable in ports if not unusable][:_MOST_PORTS]
     store.set(f"rdma ports/{rank}", str(len(mine)))
-    counts = [_read_count(store.get(f"rdma ports/{other}"), other) for other in range(world_size)]
+    told = get_all(store, [f"rdma ports/{other}" for other in range(world_size)])
+    counts = [_read_count(payload, other) for other, payload in enumerate(told)]
     if min(counts) < len(mine):
         fewest = counts.index(min(counts))
         logger.warning("rank %d: uses %d of its %d RDMA ports: rank %d has no more", rank, min(counts), len(mine), fewest)
