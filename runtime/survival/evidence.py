@@ -13,11 +13,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Final
 
 from torch.distributed import Store
 
+from adaptra.runtime.control_store.stores import get_all
 from adaptra.runtime.membership.announcement import parse_announcement, write_announcement
 from adaptra.runtime.membership.direct_questions import UNKNOWN, DirectQuestions
 from adaptra.runtime.survival.ends import Ends
@@ -34,7 +36,10 @@ _IDLE_SECONDS: Final = 0.5
 _ASKING_SECONDS: Final = 0.02
 """Seconds between two looks for answers."""
 _FORGET_SECONDS: Final = 1.0
-"""Seconds without :meth:`Evidence.against` after which its next call counts silence anew; also if this process was stopped."""
+"""Seconds without :meth:`Evidence.against` after which its next call counts silence anew, but for :meth:`Evidence.awaiting`.
+
+It does in any case if this process was stopped for so long.
+"""
 
 
 def _nothing(_process: int, _how: str) -> None:
@@ -71,7 +76,8 @@ class Evidence:
         self._process = process
         self._told: dict[int, str] = {}
         self._awaited: dict[int, float] = {}
-        self._asked_at = 0.0
+        self._asked_at = self._awake_at = 0.0
+        self._is_patient = False
         self._is_closed = False
         self._questions = _questions_of(address)
         others = [other for other in processes if other != process]
@@ -79,8 +85,8 @@ class Evidence:
             store.set(_key_of(process), write_announcement(self._questions.announcement))
         else:
             store.set(_key_of(process), "")
-        for other in others:
-            if (announced := store.get(_key_of(other))) and self._questions is not None:
+        for other, announced in zip(others, get_all(store, [*map(_key_of, others)]), strict=True):
+            if announced and self._questions is not None:
                 self._questions.know(other, parse_announcement(announced, other))
         self._ends = Ends(store, self.ended)
         self._thread = threading.Thread(target=self._watch, name="adaptra evidence", daemon=True)
@@ -94,13 +100,22 @@ class Evidence:
         """
         with self._lock:
             now = time.monotonic()
-            before = self._awaited if now - self._asked_at < _FORGET_SECONDS else {}
+            before = self._still_awaited(now)
             self._awaited = {other: before.get(other, now) for other in processes if other != self._process}
             self._asked_at = now
             if not before:
                 self._lock.notify()
             reasons = {other: self._told.get(other) or self._silence_of(other, now) for other in self._awaited}
         return {other: why for other, why in reasons.items() if why is not None}
+
+    @contextmanager
+    def awaiting(self) -> Generator[None]:
+        """Count silence on between two calls of :meth:`against`, however late the second one is, until the context ends."""
+        self._is_patient = True
+        try:
+            yield
+        finally:
+            self._is_patient = False
 
     def ended(self, process: int, how: str) -> None:
         """Take it for certain that a process has ended, and how, such as ``was ended by SIGKILL``."""
@@ -134,12 +149,19 @@ class Evidence:
             return f"has not answered for {quiet:.0f} s: it is frozen or cut off"
         return None
 
+    def _still_awaited(self, now: float) -> dict[int, float]:
+        """Return whom this process has waited for without a pause, each with the time since when."""
+        was_stopped = now - self._awake_at > _FORGET_SECONDS
+        goes_on = now - self._asked_at < _FORGET_SECONDS or self._is_patient
+        return self._awaited if goes_on and not was_stopped else {}
+
     def _watch(self) -> None:
         is_asking = True  # each is asked once, to learn whether questions get through
         with self._lock:
             while not self._is_closed:
                 now = time.monotonic()
-                awaited = self._awaited if now - self._asked_at < _FORGET_SECONDS else {}
+                awaited = self._awaited = self._still_awaited(now)
+                self._awake_at = now
                 if self._questions is not None:
                     is_asking = self._questions.step(awaited)
                 self._lock.wait(_ASKING_SECONDS if is_asking or awaited else _IDLE_SECONDS)

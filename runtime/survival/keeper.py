@@ -213,18 +213,18 @@ class EpochKeeper:
         recovery, began = self._recovery, time.monotonic()
         why = self._why_before = f"{recovery.why}"
         recovery.say(self._store)
-        while not self._closed:
-            with self._changed:
-                follows = recovery.follow(self._store)
-                self._changed.notify_all()
-            if follows:
-                break
-            recovery.listen(self._store)
-            record = recovery.decide(self._against_others(world))
-            if record is None:
-                time.sleep(_POLL_SECONDS)
-            else:
-                recovery.publish(self._store, record)
+        with self._evidence.awaiting():
+            while not self._closed:
+                with self._changed:
+                    follows = recovery.follow(self._store)
+                    self._changed.notify_all()
+                if follows:
+                    break
+                record = recovery.decide(self._store, self._against_others(world))
+                if record is None:
+                    time.sleep(_POLL_SECONDS)
+                else:
+                    recovery.publish(self._store, record)
         logger.info("epoch %d has broken: %s; another followed after %.3f s", world.epoch, why, time.monotonic() - began)
         after = recovery.epoch.world
         gone = set(world.processes).difference(after.processes)

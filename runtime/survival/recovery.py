@@ -1,7 +1,7 @@
 """The way of one process from epoch to epoch, request by request to the store. It has no thread, and never waits.
 
-What calls it has an order to keep. After a break a process says its census before it reads anything. It reads the censuses,
-decides, and publishes. Between any two of these it may follow, and does so at last.
+What calls it has an order to keep. After a break a process says its census before it reads anything. It reads the censuses
+and decides, and publishes. Between any two of these it may follow, and does so at last.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from adaptra.errors import DataLostError, FencedError, PeerLostError, StageLostError
+from adaptra.runtime.control_store.stores import get_all
 from adaptra.runtime.survival.epochs import (
     DATA_LOST,
     FAILED,
@@ -91,16 +92,20 @@ class Recovery:
         if not store.check([own]):
             store.set(own, text_of(self._progress.say(self.failure)))
 
-    def listen(self, store: Store) -> None:
-        """Read what others have said that is not read yet."""
-        for process in self.epoch.world.processes:
-            if process not in self._said and store.check([self._census_of(process)]):
-                self._said[process] = census_of(store.get(self._census_of(process)).decode())
+    def decide(self, store: Store, gone: Mapping[int, str]) -> str | None:
+        """Return the record to publish. None if a lower process decides, or one that is left has not said anything.
 
-    def decide(self, gone: Mapping[int, str]) -> str | None:
-        """Return the record to publish. None if a lower process decides, or one that is left has not said anything."""
+        Only who decides reads what others have said. It asks for all that are left at once, so a store that is late costs it
+        the same for any number of them.
+        """
         world = self.epoch.world
-        record = decide(world, self._said, gone) if leader(world, gone) == self._process else None
+        if leader(world, gone) != self._process:
+            return None
+        unread = [process for process in world.processes if process not in self._said]
+        self._listen(store, [process for process in unread if process not in gone])
+        for process in [one for one in unread if one in gone]:  # it may have failed by its own exception before it ended
+            self._listen(store, [process])
+        record = decide(world, self._said, gone)
         return None if record is None else text_of(record)
 
     def publish(self, store: Store, record: str) -> None:
@@ -131,6 +136,13 @@ class Recovery:
         self.certain, self.why = epoch.call, None
         if (why := self._news.pop(self.number, None)) is not None:
             self.hear(self.number, why)
+
+    def _listen(self, store: Store, processes: list[ProcessId]) -> None:
+        """Read what processes have said, once all of them have."""
+        keys = [self._census_of(process) for process in processes]
+        if keys and store.check(keys):
+            texts = zip(processes, get_all(store, keys), strict=True)
+            self._said |= {process: census_of(text.decode()) for process, text in texts}
 
     def _census_of(self, process: ProcessId) -> str:
         return f"{self.number}/census/{process}"

@@ -132,6 +132,10 @@ class ModelStore:
         """The value of a key that is there."""
         return self.values[key].encode()
 
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """The values of keys that are there."""
+        return [self.get(key) for key in keys]
+
     def set(self, key: str, value: str) -> None:
         """Set a key."""
         self.values[key] = value
@@ -335,9 +339,7 @@ class Model:
             ended = frozenset(other for other in process.gone if state.processes[other].life == "dead")
             yield "record read by", "", state.with_process(number, after._replace(gone=ended))
         else:
-            reader = _copied(recovery)
-            reader.listen(cast(Any, store))
-            record = reader.decide(dict.fromkeys(process.gone, "has ended"))
+            record = _copied(recovery).decide(cast(Any, store), dict.fromkeys(process.gone, "has ended"))
             if record is not None:
                 yield "decision of", "", state.with_process(number, process._replace(record=record))
 

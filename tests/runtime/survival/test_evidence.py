@@ -38,20 +38,23 @@ def part(store: Store) -> Store:
     return Part("evidence", store)
 
 
-def until(evidence: Evidence, processes: list[int], count: int) -> dict[int, tuple[str, float]]:
-    """What is said against so many of the processes, and after how many seconds."""
+def until(evidence: Evidence, processes: list[int], count: int, pause: float = 0.02) -> dict[int, tuple[str, float]]:
+    """What is said against so many of the processes, and after how many seconds, if asked with pauses."""
     began, found = time.monotonic(), dict[int, tuple[str, float]]()
     while len(found) < count:
         seconds = time.monotonic() - began
         assert seconds < PATIENCE, found
         for process, why in evidence.against(processes).items():
             found.setdefault(process, (why, seconds))
-        time.sleep(0.02)
+        time.sleep(pause)
     return found
 
 
-def ends(rank: int, port: int) -> dict[int, tuple[str, float]] | None:
-    """Process 0 asks for the others, one of which is killed, one stopped, and one busy without running Python."""
+def ends(rank: int, port: int) -> tuple[dict[int, tuple[str, float]], str] | None:
+    """Process 0 asks for the others, one of which is killed, one stopped, and one busy without running Python.
+
+    It returns what it finds, and what it finds of the stopped one between answers of a store that are late.
+    """
     client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     evidence = Evidence(part(client), rank, range(PROCESSES), HERE)
     client.add("ready", 1)
@@ -70,15 +73,18 @@ def ends(rank: int, port: int) -> dict[int, tuple[str, float]] | None:
     time.sleep(0.2)
     found = until(evidence, [KILLED, FROZEN, BUSY], 2)
     client.set("done", "")
+    with evidence.awaiting():
+        late = until(evidence, [FROZEN], 1, pause=1.25)
     evidence.close()
-    return found
+    return found, late[FROZEN][0]
 
 
 @pytest.mark.processes
 def test_the_killed_and_the_frozen_are_found_and_the_busy_is_not() -> None:
     store = store_of_the_test()
-    found, *_ = run_processes(ends, PROCESSES, store.port, may_die=(KILLED, FROZEN))
+    (found, late), *_ = run_processes(ends, PROCESSES, store.port, may_die=(KILLED, FROZEN))
     assert {process: why for process, (why, _) in found.items()} == {KILLED: REFUSED, FROZEN: SILENT}
+    assert late.endswith("it is frozen or cut off")
     assert found[KILLED][1] < 1 and SILENT_SECONDS < found[FROZEN][1] < BUSY_SECONDS - 1
 
 

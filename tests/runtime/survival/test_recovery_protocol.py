@@ -103,9 +103,9 @@ def count_for_the_fenced(self: Recovery, store: Any) -> bool:
     return read
 
 
-def decide_without_the_silent(world: World, said: Mapping[int, Census], gone: Mapping[int, str]) -> Epoch | End | None:
-    silent = {process: "has said nothing" for process in world.processes if process not in said}
-    return decide(world, said, {**gone, **silent})
+def decide_without_the_silent(self: Recovery, store: Any, gone: Mapping[int, str]) -> str | None:
+    silent = [process for process in self.epoch.world.processes if not store.check([self._census_of(process)])]
+    return decide_by_reading(self, store, {**gone, **dict.fromkeys(silent, "has said nothing")})
 
 
 def count_what_any_has_completed(world: World, said: Mapping[int, Census], gone: Mapping[int, str]) -> Epoch | End | None:
@@ -134,7 +134,8 @@ def count_what_connects_as_met(self: Model, state: State, process: Process) -> b
     return all(process.epoch < len(state.processes[other].entered) for other in process.members)
 
 
-complete, all_have_entered, hear, follow = Model.complete, Model.all_have_entered, Recovery.hear, Recovery.follow
+complete, all_have_entered = Model.complete, Model.all_have_entered
+hear, follow, decide_by_reading = Recovery.hear, Recovery.follow, Recovery.decide
 
 MUTATIONS: list[tuple[object, str, Callable[..., Any], str, str]] = [
     (Progress, "complete", complete_after_the_census, "two processes, a break", "which was handed over"),
@@ -144,7 +145,7 @@ MUTATIONS: list[tuple[object, str, Callable[..., Any], str, str]] = [
     (Recovery, "publish", write_over_a_record, "three processes, the first freezes", "is written twice"),
     (Recovery, "follow", go_on_though_fenced, "three processes, the first freezes", "which is without it"),
     (Recovery, "follow", count_for_the_fenced, "two processes, one freezes", "which it has not completed"),
-    (recovery, "decide", decide_without_the_silent, "two processes, a break", "without a cause"),
+    (Recovery, "decide", decide_without_the_silent, "two processes, a break", "without a cause"),
     (recovery, "decide", count_what_any_has_completed, "two processes, a break", "which it has not completed"),
     (recovery, "decide", end_without_the_last_call, "two processes that leave, two breaks", "without a cause"),
     (recovery, "leader", decide_whoever_is_lower, "three processes, the first dies", "no end can be reached|deadlock"),
