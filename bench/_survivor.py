@@ -1,4 +1,4 @@
-"""One process of a job that ``bench/survival.py`` starts by ``adaptra run``: trains, and writes what it saw into a folder.
+"""One process of a job that ``bench/survival.py`` starts: trains, and writes what it saw into a folder.
 
 Called with the folder. Its ``how.json`` is a :class:`How`; ``RANK.json`` is a :class:`Seen`, and ``fault.RANK`` has the moments
 of this rank's faults. Moments are seconds of the monotonic clock, which all processes of a machine share.
@@ -135,4 +135,6 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(_LONG_SECONDS)
     at = Path(sys.argv[1])
     seen = train(How(**json.loads((at / "how.json").read_text())), at)
-    (at / f"{os.environ['RANK']}.json").write_text(json.dumps(asdict(seen)))
+    written = at / f"{os.environ['RANK']}.new"
+    written.write_text(json.dumps(asdict(seen)))
+    written.rename(written.with_suffix(".json"))  # whole, for who waits for it

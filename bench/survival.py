@@ -14,9 +14,11 @@ import math
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -28,6 +30,7 @@ _LONGEST = 600.0
 """Seconds after which a job hangs."""
 _APART = 3
 """Steps from one episode of a run to the next."""
+_NODES = 3
 _POINTS = ("op", "op", "op", "REDUCE", "certificate", "optimizer", "clip")
 
 
@@ -68,11 +71,76 @@ def run(how: How) -> Ran | None:
             job.send_signal(signal.SIGTERM)
             print(f"hangs: {how.faults} {how.followed}:\n{job.communicate()[0]}", file=sys.stderr)
             return None
-        seen = {int(one.stem): Seen(**json.loads(one.read_text())) for one in folder.glob("[0-9]*.json")}
-        if job.returncode or not seen:
+        ran = _read(folder)
+        if job.returncode or not ran.seen:
             raise SystemExit(f"faults {how.faults}: the job ended with status {job.returncode}:\n{told}")
-        faults = {int(one.suffix[1:]): [*map(float, one.read_text().split())] for one in folder.glob("fault.*")}
-        return Ran(seen, faults)
+        return ran
+
+
+def run_by_agents(how: How) -> Ran | None:
+    """Start the job by torchrun's agents, as one on each of :data:`_NODES` nodes; None if it hangs.
+
+    An agent ends its node's processes once one has ended. Those that are left wait minutes for it, so they are ended here.
+    """
+    with tempfile.TemporaryDirectory() as name, socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        address = ["--master-addr=127.0.0.1", f"--master-port={bound.getsockname()[1]}"]
+        bound.close()
+        folder, per_node = Path(name), how.size[0] * how.size[1] // _NODES
+        (folder / "how.json").write_text(json.dumps(asdict(how)))
+        script = str(Path(__file__).resolve().parent / "_survivor.py")
+        options = [f"--nnodes={_NODES}", f"--nproc-per-node={per_node}", "--max-restarts=0", "--rdzv-backend=static", *address]
+        agents = [
+            subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", f"--node-rank={node}", *options, script, name],
+                env={"OMP_NUM_THREADS": "1", **os.environ},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+            for node in range(_NODES)
+        ]
+        until = time.monotonic() + _LONGEST
+        try:
+            while time.monotonic() < until:
+                time.sleep(0.1)
+                ran = _read(folder)
+                lost = {rank // per_node for rank in ran.faults}
+                if all(rank in ran.seen for rank in range(_NODES * per_node) if rank // per_node not in lost):
+                    return ran
+            return None
+        finally:
+            for agent in agents:
+                agent.terminate()
+            for agent in agents:
+                agent.wait()
+
+
+def _read(folder: Path) -> Ran:
+    """What the ranks have written so far."""
+    seen = {int(one.stem): Seen(**json.loads(one.read_text())) for one in folder.glob("[0-9]*.json")}
+    return Ran(seen, {int(one.suffix[1:]): [*map(float, one.read_text().split())] for one in folder.glob("fault.*")})
+
+
+def lose_nodes(size: tuple[int, int, int], seconds: float, trials: int, dice: random.Random) -> list[Row]:
+    """The rows of that many jobs of torchrun's agents, each of which loses the last node by a kill of one process there."""
+    lost, different, hangs, steps = list[float](), 0, 0, 2 * _APART
+    size = (2, 3, size[2])
+    whole = run(How(size, seconds, steps, True, False))
+    assert whole is not None
+    for _ in range(trials):
+        ran = run_by_agents(How(size, seconds, steps, True, True, ["kill " + point(size, 5, _APART, dice)]))
+        if ran is None:
+            hangs += 1
+            continue
+        different += ran.lowest.state != whole.lowest.state
+        ((fault,),) = ran.faults.values()
+        lost.append(ran.goes_on(fault) - fault)
+        print(f"a node lost: {lost[-1]:.2f} s, {ran.lowest.epochs} epochs", file=sys.stderr)
+    return [
+        Row("runs with other bits after the loss of a node", different, 0, "", trials),
+        Row("runs that hang after the loss of a node", hangs, 0, "", trials),
+        Row("a node of torchrun lost: to the first op redone, median", median(lost or [math.inf]), 1.5, "s", len(lost)),
+    ]
 
 
 def point(size: tuple[int, int, int], rank: int, step: int, dice: random.Random) -> str:
@@ -212,6 +280,7 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=40, help="steps of the healthy runs")
     arguments.add_argument("--breaks", type=int, default=20, help="calls that break, in one run of twice as many steps")
     arguments.add_argument("--kills", type=int, default=10, help="episodes of kills, several in each run")
+    arguments.add_argument("--nodes", type=int, default=0, help="jobs of 2 x 3 ranks under torchrun's agents that lose a node")
     arguments.add_argument("--seed", type=int, default=0)
     given = arguments.parse_args()
     size, seconds, dice = (given.replicas, given.stages, given.microbatches), given.op_ms / 1e3, random.Random(given.seed)
@@ -219,6 +288,7 @@ def main() -> int:
         *(stay_healthy(size, seconds, given.steps) if given.steps else ()),
         *(break_calls(size, seconds, given.breaks, dice) if given.breaks else ()),
         *(kill(size, seconds, given.kills, dice) if given.kills else ()),
+        *(lose_nodes(size, seconds, given.nodes, dice) if given.nodes else ()),
     ]
     title = f"{size[0]} replicas of {size[1]} stages, {size[2]} microbatches, {given.op_ms:g} ms ops"
     print_rows(title, rows, baseline="without, or bar", as_json=given.json)
