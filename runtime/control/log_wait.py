@@ -30,34 +30,44 @@ class LogWait:
         self._wake = wake
         self._options = options
         self._is_impatient = threading.Event()
+        self._patience = options.answer_seconds
 
     def until_covered(self, step: int) -> None:
         """Return at once if the log covers a step, else wait, and have the coordinator asked after each control timeout.
+
+        From the second question on, each timeout is twice as long. Later steps begin with it, and shorten it if they need none.
 
         Raises:
             Exception: The error that has ended the coverage.
             ControlError: The store does not answer, or the log does not reach the step in time.
         """
+        shortest = self._options.answer_seconds
         if self._coverage.wait_for(step, 0.0):
+            self._patience = max(shortest, self._patience / 2)
             return
-        waited, unheard, limit = 0.0, 0, self._options.plan_seconds
+        waited, unheard, limit, has_asked = 0.0, 0.0, self._options.plan_seconds, False
         while True:
-            left = self._options.answer_seconds if limit is None else min(self._options.answer_seconds, limit - waited)
+            left = self._patience if limit is None else min(self._patience, limit - waited)
             started = time.monotonic()
             if self._coverage.wait_for(step, left):
                 return
-            waited += time.monotonic() - started
+            seconds = time.monotonic() - started
+            waited += seconds
             if limit is not None and waited >= limit:
                 raise ControlError(
                     f"step {step} has no plan after {limit} s: a rank has not reported its last step, or has not confirmed the "
                     "first plan"
                 )
-            unheard = unheard + 1 if self._is_impatient.is_set() else 0
-            if unheard == DEAF_WAITS:
+            is_heard = not self._is_impatient.is_set()
+            unheard = 0.0 if is_heard else unheard + seconds
+            if unheard >= DEAF_WAITS * shortest:
                 raise ControlError(
                     f"step {step} has no plan: rank {self._rank} lost the control channel: the store has not answered for "
-                    f"{unheard * self._options.answer_seconds:g} s"
+                    f"{unheard:.3g} s"
                 )
+            if has_asked and is_heard:  # where the store is late, more questions only add to what is to be answered
+                self._patience *= 2
+            has_asked = True
             self._is_impatient.set()
             self._wake()
 
