@@ -677,6 +677,18 @@ def test_a_store_that_falls_silent_ends_training_with_an_error() -> None:
         check_documented(type(error).__name__, str(error), SILENT)
 
 
+def test_a_store_that_answers_late_delays_training_and_ends_it_not() -> None:
+    """Questions that came as often as at first would keep it, and who coordinates, from any answer."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    proxy = Proxy(server.port)
+    client = dist.TCPStore("127.0.0.1", proxy.port, is_master=False, wait_for_workers=False)
+    journal = Journal()
+    with controllers(journal, store=client, options=ControllerOptions(answer_seconds=0.1, plan_seconds=60)) as started:
+        assert train(started, journal, lambda step, plan: step == 8 or (step == 2 and proxy.delay(0.05))) == []
+        proxy.delay(0)
+    assert_agreed(journal)
+
+
 def test_a_step_without_a_plan_in_time_says_so() -> None:
     with (
         controllers(Journal(), ranks=range(3), options=ControllerOptions(plan_seconds=0.05)) as started,
