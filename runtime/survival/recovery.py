@@ -26,8 +26,7 @@ from adaptra.runtime.survival.epochs import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
-
+    from adaptra.runtime.control_store.stores import Connection
     from adaptra.runtime.world.world import ProcessId, World
 
 
@@ -85,13 +84,13 @@ class Recovery:
         self._progress.say()
         return True
 
-    def say(self, store: Store) -> None:
-        """Write how far this process has come in the epoch that has broken, once."""
+    def say(self, store: Connection) -> None:
+        """Write how far this process has come in the epoch that has broken, once. A connection may break with what it wrote."""
         own = self._census_of(self._process)
-        if not store.check([own]):
+        while not store.check([own]):
             store.set(own, text_of(self._progress.say(self.failure)))
 
-    def listen(self, store: Store) -> None:
+    def listen(self, store: Connection) -> None:
         """Read what others have said that is not read yet."""
         for process in self.epoch.world.processes:
             if process not in self._said and store.check([self._census_of(process)]):
@@ -103,11 +102,11 @@ class Recovery:
         record = decide(world, self._said, gone) if leader(world, gone) == self._process else None
         return None if record is None else text_of(record)
 
-    def publish(self, store: Store, record: str) -> None:
+    def publish(self, store: Connection, record: str) -> None:
         """Write the record, unless there is one."""
         store.compare_set(self._record, "", record)
 
-    def follow(self, store: Store) -> bool:
+    def follow(self, store: Connection) -> bool:
         """Go on as the record says, if there is one: in the next epoch, or to :attr:`end`. Returns whether there was."""
         if not store.check([self._record]):
             return False
