@@ -38,6 +38,13 @@ class Ran:
     seen: dict[int, Seen]
     faults: dict[int, list[float]]
 
+    @staticmethod
+    def read(folder: Path) -> Ran:
+        """Return what the processes of a job have left in a folder."""
+        seen = {int(one.stem): Seen(**json.loads(one.read_text())) for one in folder.glob("[0-9]*.json")}
+        faults = {int(one.suffix[1:]): [*map(float, one.read_text().split())] for one in folder.glob("fault.*")}
+        return Ran(seen, faults)
+
     @property
     def lowest(self) -> Seen:
         """What the lowest rank saw that is left."""
@@ -68,11 +75,10 @@ def run(how: How) -> Ran | None:
             job.send_signal(signal.SIGTERM)
             print(f"hangs: {how.faults} {how.followed}:\n{job.communicate()[0]}", file=sys.stderr)
             return None
-        seen = {int(one.stem): Seen(**json.loads(one.read_text())) for one in folder.glob("[0-9]*.json")}
-        if job.returncode or not seen:
+        ran = Ran.read(folder)
+        if job.returncode or not ran.seen:
             raise SystemExit(f"faults {how.faults}: the job ended with status {job.returncode}:\n{told}")
-        faults = {int(one.suffix[1:]): [*map(float, one.read_text().split())] for one in folder.glob("fault.*")}
-        return Ran(seen, faults)
+        return ran
 
 
 def point(size: tuple[int, int, int], rank: int, step: int, dice: random.Random) -> str:
