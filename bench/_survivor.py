@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from _ranks import small_problem
 
 import adaptra
@@ -67,9 +68,7 @@ class Seen:
 
 
 def train(how: How, folder: Path) -> Seen:
-    """Train as told, and see."""
-    import torch.distributed as dist
-
+    """Join the others, train as told, and see."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     _note_faults(folder, dist.get_rank())
@@ -102,10 +101,14 @@ def train(how: How, folder: Path) -> Seen:
             digest.update(whole[name].numpy().tobytes())
         seen.state = digest.hexdigest() if whole else ""
         seen.lost = [event.text for event in pipe.events if event.kind is EventKind.LOST]
+    return seen
+
+
+def leave(seen: Seen) -> None:
+    """Leave the others, and see what is left."""
     dist.destroy_process_group()
     seen.resident = int(Path("/proc/self/statm").read_text().split()[1]) / 256
     seen.files = len([*Path("/proc/self/fd").iterdir()])
-    return seen
 
 
 def _note(folder: Path, rank: int) -> None:
@@ -135,6 +138,7 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(_LONG_SECONDS)
     at = Path(sys.argv[1])
     seen = train(How(**json.loads((at / "how.json").read_text())), at)
+    leave(seen)
     written = at / f"{os.environ['RANK']}.new"
     written.write_text(json.dumps(asdict(seen)))
     written.rename(written.with_suffix(".json"))  # whole, for who waits for it

@@ -41,6 +41,13 @@ class Ran:
     seen: dict[int, Seen]
     faults: dict[int, list[float]]
 
+    @staticmethod
+    def read(folder: Path) -> Ran:
+        """Return what the processes of a job have left in a folder."""
+        seen = {int(one.stem): Seen(**json.loads(one.read_text())) for one in folder.glob("[0-9]*.json")}
+        faults = {int(one.suffix[1:]): [*map(float, one.read_text().split())] for one in folder.glob("fault.*")}
+        return Ran(seen, faults)
+
     @property
     def lowest(self) -> Seen:
         """What the lowest rank saw that is left."""
@@ -71,7 +78,7 @@ def run(how: How) -> Ran | None:
             job.send_signal(signal.SIGTERM)
             print(f"hangs: {how.faults} {how.followed}:\n{job.communicate()[0]}", file=sys.stderr)
             return None
-        ran = _read(folder)
+        ran = Ran.read(folder)
         if job.returncode or not ran.seen:
             raise SystemExit(f"faults {how.faults}: the job ended with status {job.returncode}:\n{told}")
         return ran
@@ -103,7 +110,7 @@ def run_by_agents(how: How) -> Ran | None:
         try:
             while time.monotonic() < until:
                 time.sleep(0.1)
-                ran = _read(folder)
+                ran = Ran.read(folder)
                 lost = {rank // per_node for rank in ran.faults}
                 if all(rank in ran.seen for rank in range(_NODES * per_node) if rank // per_node not in lost):
                     return ran
@@ -113,12 +120,6 @@ def run_by_agents(how: How) -> Ran | None:
                 agent.terminate()
             for agent in agents:
                 agent.wait()
-
-
-def _read(folder: Path) -> Ran:
-    """What the ranks have written so far."""
-    seen = {int(one.stem): Seen(**json.loads(one.read_text())) for one in folder.glob("[0-9]*.json")}
-    return Ran(seen, {int(one.suffix[1:]): [*map(float, one.read_text().split())] for one in folder.glob("fault.*")})
 
 
 def lose_nodes(size: tuple[int, int, int], seconds: float, trials: int, dice: random.Random) -> list[Row]:

@@ -279,6 +279,8 @@ void Engine::close(const std::string& reason, Clock::duration linger) {
   run_commands();
   fail_all(reason);
   for_each_channel([](Channel& channel, bool) { channel.reap(); });
+  connector_.give_up();
+  poller_.close();
 }
 
 void Engine::fail_all(const std::string& reason) {

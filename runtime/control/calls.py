@@ -131,6 +131,10 @@ class Calls:
                     ranks_ahead.append(rank)
         return ranks_ahead
 
+    def interrupt(self) -> None:
+        """Make a request that is stuck again over another connection."""
+        self._store.interrupt()
+
     def close(self, *, informs: bool = False) -> None:
         """End the thread. May be called again.
 

@@ -20,7 +20,7 @@ from typing import Final
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
-from adaptra.runtime.control_store.forked_children import connections_to
+from adaptra.runtime.control_store.forked_children import connections_to, end_connections
 
 Connections = set[tuple[int, str]]
 """Connections by descriptor, with the system's name of each."""
@@ -45,7 +45,16 @@ class Part(PrefixStore):
 
     def clone(self) -> Part:
         """Return the same keys over a new connection."""
-        return self.over(client_of(self).clone())  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack the method
+        return self.over(cloned(client_of(self)))
+
+
+def cloned(client: Store) -> Store:
+    """Return a new client like one, as it was opened."""
+    with _opening:
+        before = connections_to(client)
+        made: Store = client.clone()  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack the method
+        _connections[made] = connections_to(client) - before
+    return made
 
 
 def over(store: Store, client: Store) -> Store:
@@ -70,7 +79,6 @@ class _Clients:
         groups: The client by which process groups meet. Others are made as it was.
         free: Those that nobody uses.
         lent: Those in use, with the number of the loan.
-        connections: The connection of each.
         reserved: The number of clients, free and lent, that are kept open.
         loans: The number of loans so far.
     """
@@ -79,7 +87,6 @@ class _Clients:
     groups: Store
     free: list[Store] = field(default_factory=list)
     lent: weakref.WeakKeyDictionary[Store, int] = field(default_factory=weakref.WeakKeyDictionary)
-    connections: weakref.WeakKeyDictionary[Store, Connections] = field(default_factory=weakref.WeakKeyDictionary)
     reserved: int = 0
     loans: int = 0
 
@@ -91,6 +98,8 @@ class _Clients:
 
 _lock = threading.Lock()
 _opening = threading.Lock()
+_connections: Final[weakref.WeakKeyDictionary[Store, Connections]] = weakref.WeakKeyDictionary()
+"""The connection of each client that was opened here."""
 _pools: Final[dict[tuple[str, int] | None, _Clients]] = {}
 """The pools in use, by the store's address."""
 
@@ -109,7 +118,7 @@ class Reservation:
         self._end = weakref.finalize(self, _release, pool, count)
         self._end.atexit = False
         while pool.excess < 0:
-            made = _open(pool)
+            made = cloned(pool.groups)
             with _lock:
                 pool.free.append(made)
 
@@ -123,25 +132,26 @@ def take(store: Store) -> Store | None:
     pool = _pools.get(_address(store))
     if pool is None or not _is_of(pool, store):
         return None
-    dead: list[Store] = []
-    with _lock:
-        while pool.free and not _is_open(pool.connections.get(pool.free[-1], set())):
-            dead.append(pool.free.pop())
-        client = pool.free.pop() if pool.free else None
-    client = _open(pool) if client is None else client
-    with _lock:
-        pool.loans += 1
-        pool.lent[client] = pool.loans
-    return over(store, client)
+    return over(store, _lend(pool, _free(pool) or cloned(pool.groups)))
 
 
-def adopt(client: Store) -> None:
-    """Count a client that replaces a broken one, so that it can be given back."""
+def take_free(store: Store) -> Store | None:
+    """Return a client as :func:`take` does, but for one that is not open yet."""
+    pool = _pools.get(_address(store))
+    client = None if pool is None or not _is_of(pool, store) else _free(pool)
+    return None if pool is None or client is None else over(store, _lend(pool, client))
+
+
+def reopened(broken: Store) -> Store:
+    """Return a new client in the place of a broken one, for the same keys. If that was taken, it can be given back."""
+    client = cloned(client_of(broken))
     pool = _pools.get(_address(client))
-    if pool is not None:
-        with _lock:
-            pool.loans += 1
-            pool.lent[client] = pool.loans
+    return over(broken, client if pool is None else _lend(pool, client))
+
+
+def hang_up(store: Store) -> None:
+    """End the connection of a client that was opened here, so that a request under way on it fails at once."""
+    end_connections(_connections.get(client_of(store), set()))
 
 
 def give_back(store: Store) -> None:
@@ -165,8 +175,8 @@ def client_of_groups() -> Store | None:
     pool = _pools.get(_address(_job_store()))
     if pool is None:
         return None
-    if not _is_open(pool.connections.get(pool.groups, set())):
-        pool.groups = _open(pool)
+    if not _is_open(_connections.get(pool.groups, set())):
+        pool.groups = cloned(pool.groups)
     return pool.groups
 
 
@@ -183,7 +193,7 @@ def connections_since(store: Store, loan: int) -> Connections:
         return set()
     with _lock:
         clients = [client for client, number in pool.lent.items() if number > loan]
-    return {one for client in [*clients, pool.groups] for one in pool.connections.get(client, set())}
+    return {one for client in [*clients, pool.groups] for one in _connections.get(client, set())}
 
 
 def _release(pool: _Clients, count: int) -> None:
@@ -198,19 +208,26 @@ def _release(pool: _Clients, count: int) -> None:
 def _pool_of_job() -> _Clients:
     job = _job_store()
     pool = _pools.get(_address(job))
-    if pool is None or not _is_open(pool.connections.get(pool.groups, set())):
+    if pool is None or not _is_open(_connections.get(pool.groups, set())):
         pool = _Clients(_address(job), job)
-        pool.groups = _open(pool)
+        pool.groups = cloned(job)
         _pools[pool.address] = pool
     return pool
 
 
-def _open(pool: _Clients) -> Store:
-    with _opening:
-        before = connections_to(pool.groups)
-        made: Store = pool.groups.clone()  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack the method
-        pool.connections[made] = connections_to(pool.groups) - before
-    return made
+def _free(pool: _Clients) -> Store | None:
+    dead: list[Store] = []  # they end without the lock
+    with _lock:
+        while pool.free and not _is_open(_connections.get(pool.free[-1], set())):
+            dead.append(pool.free.pop())
+        return pool.free.pop() if pool.free else None
+
+
+def _lend(pool: _Clients, client: Store) -> Store:
+    with _lock:
+        pool.loans += 1
+        pool.lent[client] = pool.loans
+    return client
 
 
 def _is_of(pool: _Clients, store: Store) -> bool:

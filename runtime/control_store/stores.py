@@ -15,7 +15,7 @@ from torch.distributed import DistError, DistNetworkError, Store, TCPStore
 
 from adaptra.runtime.control_store import spare_clients
 from adaptra.runtime.control_store.forked_children import connections_to
-from adaptra.runtime.control_store.spare_clients import client_of, give_back, over
+from adaptra.runtime.control_store.spare_clients import client_of, cloned, give_back, hang_up, over
 
 T = TypeVar("T")
 
@@ -35,11 +35,7 @@ def clone(store: Store) -> Store:
     :mod:`.spare_clients`.
     """
     taken = spare_clients.take(store)
-    return _opened(store) if taken is None else taken
-
-
-def _opened(store: Store) -> Store:
-    return over(store, client_of(store).clone())  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack the method
+    return over(store, cloned(client_of(store))) if taken is None else taken
 
 
 def get_all(store: Store, keys: Sequence[str]) -> list[bytes]:
@@ -94,18 +90,28 @@ def _check_not_refused(store: Store) -> None:
 
 
 def renewed(client: Store) -> Store:
-    """Return a new connection to the store of a client whose connection broke.
+    """Return another connection to the store of a client whose connection broke: a spare one that answers, or a new one.
 
     Raises:
         torch.distributed.DistError: The store can't be reached.
     """
-    _check_not_refused(client)
     timeout: timedelta = client.timeout  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack it
-    client.set_timeout(RECONNECT)
-    connection = _opened(client)
+    while (connection := spare_clients.take_free(client)) is not None and not _answers(connection):
+        pass
+    if connection is None:
+        _check_not_refused(client)
+        client.set_timeout(RECONNECT)
+        connection = spare_clients.reopened(client)
     connection.set_timeout(timeout)
-    spare_clients.adopt(client_of(connection))
     return connection
+
+
+def _answers(client: Store) -> bool:
+    try:
+        client_of(client).check(["any"])
+    except DistNetworkError:
+        return False
+    return True
 
 
 def error_of_store(error: BaseException) -> DistError | None:
@@ -164,6 +170,10 @@ class Connection:
     def push(self, queue: str, value: str) -> None:
         """Append to a queue."""
         self._request(lambda client: client.queue_push(queue, value))
+
+    def interrupt(self) -> None:
+        """End the connection, so that a request that is stuck is made again over another one."""
+        hang_up(self._client)
 
     def close(self) -> None:
         """Give the client back, once nobody makes a request any more. May be called again."""

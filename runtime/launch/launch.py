@@ -45,6 +45,7 @@ from adaptra.runtime.transports.process_groups import (
     job_store,
     keys_of,
     new_group,
+    new_group_of_user,
     own_client,
     sweep,
 )
@@ -136,6 +137,11 @@ class Launch:
         """
         with self.waiting():
             self.everyone.allreduce([torch.zeros(1)]).wait()
+
+    def group_of_user(self) -> dist.ProcessGroup:
+        """Make a group as :meth:`Job.group_of_user`."""
+        assert isinstance(self.job, Job), "threads of one process need no group"
+        return self.job.group_of_user()
 
     def pipeline_of(self, transport: Transport) -> Transport:
         """Return the part of one of these transports, or of one that wraps it, that joins the workers of its pipeline."""
@@ -372,6 +378,25 @@ class Job:
         self._joined = (for_epoch, processes)
         if before is not None:
             end_group(before)
+
+    def group_of_user(self) -> dist.ProcessGroup:
+        """Make a group of the processes of the world for collectives of the user's. All of them call it, once for each epoch.
+
+        Raises:
+            RuntimeError: One is lost. The epoch has broken then.
+        """
+        assert self.keeper is not None, "no process is lost but in a job that survives"
+        world = self._world
+        number = world.processes.index(ProcessId(self.rank))
+        members = Members(f"{self._keys}/{world.epoch}/user", number, len(world.processes))
+        self.keeper.begin_call()
+        try:
+            return self.connect(lambda: new_group_of_user(members, world.processes))
+        except RuntimeError as error:
+            self.keeper.broke(world.epoch, error)
+            raise
+        finally:
+            self.keeper.end_call()
 
     def forget_before(self, world: World) -> None:
         """Remove what the epochs before that of a world have left in the store, once that one has broken too.

@@ -52,6 +52,10 @@ class Ends:
         for process in processes:
             self._news.tell(encode({"what": _OUTLIVED, "process": process, "how": ""}))
 
+    def interrupt(self) -> None:
+        """Go on over other connections, as these may be stuck."""
+        self._news.interrupt()
+
     def close(self) -> None:
         """Hear what has been told so far, and no more."""
         self._news.close()

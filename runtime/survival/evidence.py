@@ -6,6 +6,9 @@ direct questions lives as long as the process, and not only for an epoch. Or it 
 A process whose Python is busy answers, and so does one that a debugger on this host holds. If no question has ever got through
 to a process, as behind a firewall, its launcher may still tell its end. Else it is taken for lost once others have waited for
 it for ten seconds. A process that was stopped itself counts anew.
+
+To a process that is cut off, all others are silent. It goes on asking, and learns by the first answer that its network is back.
+TCP would take as long again as the network was away to repeat what was under way.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from torch.distributed import Store
 
 from adaptra.runtime.control_store.stores import get_all
 from adaptra.runtime.membership.announcement import parse_announcement, write_announcement
-from adaptra.runtime.membership.direct_questions import UNKNOWN, DirectQuestions
+from adaptra.runtime.membership.direct_questions import UNKNOWN, DirectQuestions, Sign
 from adaptra.runtime.survival.ends import Ends
 
 logger = logging.getLogger(__name__)
@@ -42,7 +45,7 @@ It does in any case if this process was stopped for so long.
 """
 
 
-def _nothing(_process: int, _how: str) -> None:
+def _nothing(*_: object) -> None:
     """Do nothing."""
 
 
@@ -57,6 +60,7 @@ class Evidence:
         processes: All processes of the job.
         address: A numeric address of this host on which others reach it; None if it has none.
         on_end: Called from a thread when a launcher has told the end of another process, with how.
+        on_return: Called from a thread when a process answers after all that were awaited had been silent.
 
     Raises:
         ControlError: An announcement is none.
@@ -70,8 +74,10 @@ class Evidence:
         processes: Iterable[int],
         address: str | None,
         on_end: Callable[[int, str], object] = _nothing,
+        on_return: Callable[[], object] = _nothing,
     ) -> None:
         self._on_end = on_end
+        self._on_return = on_return
         self._lock = threading.Condition()
         self._process = process
         self._told: dict[int, str] = {}
@@ -139,15 +145,27 @@ class Evidence:
             self._questions.close()
 
     def _silence_of(self, other: int, now: float) -> str | None:
-        sign = UNKNOWN if self._questions is None else self._questions.sign(other)
+        sign = self._sign(other)
         quiet = now - max(self._awaited[other], sign.answered_at)
         if not sign.is_reachable:
             return f"has been missing for {quiet:.0f} s, and its host can't be asked" if quiet > UNREACHED_SECONDS else None
         if sign.is_gone:
             return "has ended: its host refuses connections to it"
-        if quiet > SILENT_SECONDS and sign.unanswered >= _LEAST_QUESTIONS:
-            return f"has not answered for {quiet:.0f} s: it is frozen or cut off"
-        return None
+        return f"has not answered for {quiet:.0f} s: it is frozen or cut off" if self._is_silent(other, now) else None
+
+    def _is_silent(self, other: int, now: float) -> bool:
+        sign = self._sign(other)
+        is_late = now - max(self._awaited[other], sign.answered_at) > SILENT_SECONDS
+        return sign.is_reachable and is_late and sign.unanswered >= _LEAST_QUESTIONS
+
+    def _is_cut_off(self) -> bool:
+        """Return True if all that are awaited are silent, but for those that have ended."""
+        now = time.monotonic()
+        left = [other for other in self._awaited if other not in self._told and not self._sign(other).is_gone]
+        return bool(left) and all(self._is_silent(other, now) for other in left)
+
+    def _sign(self, other: int) -> Sign:
+        return UNKNOWN if self._questions is None else self._questions.sign(other)
 
     def _still_awaited(self, now: float) -> dict[int, float]:
         """Return whom this process has waited for without a pause, each with the time since when."""
@@ -157,14 +175,24 @@ class Evidence:
 
     def _watch(self) -> None:
         is_asking = True  # each is asked once, to learn whether questions get through
-        with self._lock:
-            while not self._is_closed:
-                now = time.monotonic()
-                awaited = self._awaited = self._still_awaited(now)
+        is_back = False
+        while True:
+            if is_back:
+                self._ends.interrupt()
+                self._on_return()
+            with self._lock:
+                if self._is_closed:
+                    return
+                was_cut_off, now = self._is_cut_off(), time.monotonic()
+                awaited = self._awaited = self._awaited if was_cut_off else self._still_awaited(now)
                 self._awake_at = now
                 if self._questions is not None:
                     is_asking = self._questions.step(awaited)
-                self._lock.wait(_ASKING_SECONDS if is_asking or awaited else _IDLE_SECONDS)
+                is_back = was_cut_off and not self._is_cut_off()
+                if is_back:
+                    self._awaited = {}  # the others' answers are still on their way
+                else:
+                    self._lock.wait(_ASKING_SECONDS if is_asking or awaited else _IDLE_SECONDS)
 
 
 def _questions_of(address: str | None) -> DirectQuestions | None:

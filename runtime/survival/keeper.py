@@ -16,8 +16,7 @@ from torch.distributed import DistError
 
 from adaptra.errors import ControlError, PeerLostError
 from adaptra.runtime.control_store.signed_store import under
-from adaptra.runtime.control_store.spare_clients import give_back
-from adaptra.runtime.control_store.stores import clone, own_address
+from adaptra.runtime.control_store.stores import Connection, own_address
 from adaptra.runtime.survival.epochs import Epoch, leader
 from adaptra.runtime.survival.evidence import Evidence
 from adaptra.runtime.survival.news import News
@@ -57,7 +56,7 @@ class EpochKeeper:
         on_break: Callable[[PeerLostError], object],
         on_loss: Callable[[set[ProcessId]], object],
     ) -> None:
-        self._store = clone(under("survival", store))
+        self._store = Connection(under("survival", store))
         self._process = process
         self._on_break = on_break
         self._on_loss = on_loss
@@ -66,7 +65,9 @@ class EpochKeeper:
         self._waits_since: float | None = None
         self._closed = False
         self._changed = threading.Condition()
-        self._evidence = Evidence(under("evidence", store), process, world.processes, own_address(store), self._hear_of_end)
+        self._evidence = Evidence(
+            under("evidence", store), process, world.processes, own_address(store), self._hear_of_end, self._begin_anew
+        )
         self._news = News(under("survival news", store), self._hear)
         self._thread = threading.Thread(target=self._run, name=f"adaptra rank {process} keeper", daemon=True)
         self._thread.start()
@@ -163,7 +164,7 @@ class EpochKeeper:
             self._thread.join(1.0)
         self._evidence.close()
         if not self._thread.is_alive():
-            give_back(self._store)
+            self._store.close()
 
     def _hear(self, _number: int, text: str) -> None:
         number, _, why = text.partition(" ")
@@ -182,6 +183,12 @@ class EpochKeeper:
         world = self.epoch.world
         if process in world.processes:
             self._break(world.epoch, f"rank {process} {how}")
+
+    def _begin_anew(self) -> None:
+        """Make the requests of a recovery anew, as this process was cut off meanwhile."""
+        if self._recovery.why is not None:
+            self._store.interrupt()
+            self._news.interrupt()
 
     def _run(self) -> None:
         recovery = self._recovery

@@ -20,7 +20,7 @@ from typing import Final
 from torch.distributed import DistError, DistNetworkError, Store
 
 from adaptra.errors import ControlError
-from adaptra.runtime.control_store.spare_clients import give_back
+from adaptra.runtime.control_store.spare_clients import give_back, hang_up
 from adaptra.runtime.control_store.stores import Connection, clone, renewed
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,11 @@ class News:
         for listener in range(1, self._client.add(_LISTENERS, 0) + 1):
             self._client.push(_queue_of(listener), "")
         return number
+
+    def interrupt(self) -> None:
+        """Go on over other connections, as these may be stuck."""
+        self._client.interrupt()
+        hang_up(self._waiting)
 
     def close(self) -> None:
         """Hear what has been told so far, and no more. May be called again."""

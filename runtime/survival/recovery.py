@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from adaptra.errors import DataLostError, FencedError, PeerLostError, StageLostError
-from adaptra.runtime.control_store.stores import get_all
 from adaptra.runtime.survival.epochs import (
     DATA_LOST,
     FAILED,
@@ -27,8 +26,7 @@ from adaptra.runtime.survival.epochs import (
 )
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
-
+    from adaptra.runtime.control_store.stores import Connection
     from adaptra.runtime.world.world import ProcessId, World
 
 
@@ -86,14 +84,15 @@ class Recovery:
         self._progress.say()
         return True
 
-    def say(self, store: Store) -> None:
-        """Write how far this process has come in the epoch that has broken, once."""
+    def say(self, store: Connection) -> None:
+        """Write how far this process has come in the epoch that has broken, once. A connection may break with what it wrote."""
         own = self._census_of(self._process)
-        if not store.check([own]):
+        while not store.check([own]):
             store.set(own, text_of(self._progress.say(self.failure)))
 
-    def decide(self, store: Store, gone: Mapping[int, str]) -> str | None:
+    def decide(self, store: Connection, gone: Mapping[int, str]) -> str | None:
         """Return the record to publish. None if a lower process decides, or one that is left has not said anything.
+
 
         Only who decides reads what others have said. It asks for all that are left at once, so a store that is late costs it
         the same for any number of them.
@@ -108,11 +107,11 @@ class Recovery:
         record = decide(world, self._said, gone)
         return None if record is None else text_of(record)
 
-    def publish(self, store: Store, record: str) -> None:
+    def publish(self, store: Connection, record: str) -> None:
         """Write the record, unless there is one."""
         store.compare_set(self._record, "", record)
 
-    def follow(self, store: Store) -> bool:
+    def follow(self, store: Connection) -> bool:
         """Go on as the record says, if there is one: in the next epoch, or to :attr:`end`. Returns whether there was."""
         if not store.check([self._record]):
             return False
@@ -137,11 +136,11 @@ class Recovery:
         if (why := self._news.pop(self.number, None)) is not None:
             self.hear(self.number, why)
 
-    def _listen(self, store: Store, processes: list[ProcessId]) -> None:
+    def _listen(self, store: Connection, processes: list[ProcessId]) -> None:
         """Read what processes have said, once all of them have."""
         keys = [self._census_of(process) for process in processes]
         if keys and store.check(keys):
-            texts = zip(processes, get_all(store, keys), strict=True)
+            texts = zip(processes, store.multi_get(keys), strict=True)
             self._said |= {process: census_of(text.decode()) for process, text in texts}
 
     def _census_of(self, process: ProcessId) -> str:

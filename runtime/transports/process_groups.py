@@ -141,6 +141,28 @@ def new_group(members: Members, backend: str | None = None, timeout: timedelta |
     return group
 
 
+def new_group_of_user(members: Members, processes: Collection[int]) -> ProcessGroup:
+    """Make a group of gloo that torch.distributed has a record of, as its ``new_group`` does. Each member calls it.
+
+    That names a group by how many a process has. It waits for a missing member by the job's own client of the store, for half
+    an hour.
+
+    Args:
+        members: This member of them.
+        processes: The members' ranks in the job.
+    """
+    internals: Any = distributed_c10d
+    store, timeout = _client_for("gloo"), internals._get_default_timeout("gloo")
+    ranks, backend = list(map(int, processes)), distributed.Backend("gloo")
+    with kept_from_children():
+        group, _ = internals._new_process_group_helper(
+            members.size, members.rank, ranks, backend, store, members.name, timeout=timeout
+        )
+    keep_store_from_children(store)
+    internals._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    return group
+
+
 def _backend(name: str, store: Store, members: Members, timeout: timedelta | None) -> distributed.Backend:
     internals: Any = distributed_c10d
     timeout = timeout or internals._get_default_timeout(name)

@@ -5,6 +5,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstring>
+#include <filesystem>
+#include <iterator>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -90,8 +92,11 @@ void test_all_channels_at_a_time() {
   threads.back().join();
 }
 
-// A close from one thread while others wait and submit.
+std::ptrdiff_t open_files() { return std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}); }
+
+// A close from one thread while others wait and submit. The engine is there longer than its files.
 void test_close_ends_every_wait() {
+  const std::ptrdiff_t files = open_files();
   Two two;
   std::vector<std::thread> threads;
   std::vector<std::shared_ptr<Request>> waits;
@@ -106,6 +111,8 @@ void test_close_ends_every_wait() {
   check(two.engines[1]->receive(0, ChannelClass::kForward, 1000)->wait(kPatience) == Outcome::kFailed,
         "a closed engine to refuse");
   two.engines[1]->close("again", std::chrono::milliseconds(0));
+  two.engines[0]->close("the reason", std::chrono::milliseconds(0));
+  check(open_files() == files, "no open file of a closed engine");
 }
 
 // Strangers come and go while messages travel.

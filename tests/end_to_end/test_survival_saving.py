@@ -17,8 +17,8 @@ from test_survival import join_by, run_with_store
 pytestmark = pytest.mark.processes
 
 STEPS = 5
-FULL, LOST = 1, 2
-"""The steps after which a disk is full, and in whose checkpoint a rank dies."""
+FULL, LOST, GROUP = 1, 2, 3
+"""The steps after which a disk is full, in whose checkpoint a rank dies, and while the group for whose checkpoint is made."""
 
 
 def save_often(rank: int, port: int, folder: Path) -> list[tuple[list[str], str]]:
@@ -36,10 +36,14 @@ def saved_often(rank: int, folder: Path, *, disturbed: bool) -> tuple[list[str],
     from training import MIXED, adam, compiled
 
     import adaptra
+    from adaptra.runtime.launch import launch
+
+    def die(*_: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
 
     class Dying(dcp.FileSystemWriter):
         def write_data(self, plan: Any, planner: Any) -> Any:
-            os.kill(os.getpid(), signal.SIGKILL)
+            die()
 
     inputs, _, targets = batch = MIXED.rows(12, seed=0)
     said: list[str] = []
@@ -55,6 +59,8 @@ def saved_often(rank: int, folder: Path, *, disturbed: bool) -> tuple[list[str],
             if disturbed and step == FULL and rank == 1:
                 path.mkdir(parents=True, exist_ok=True)
                 (path / "__1_0.distcp").symlink_to("/dev/full")
+            if disturbed and step == GROUP and rank == 0:
+                launch.new_group_of_user = die
             writer = Dying(path) if disturbed and step == LOST and rank == 3 else dcp.FileSystemWriter(path)
             try:
                 dcp.save(state, storage_writer=writer, process_group=pipe.group)
@@ -68,13 +74,16 @@ def saved_often(rank: int, folder: Path, *, disturbed: bool) -> tuple[list[str],
     return said, digest(torch.stack(losses))
 
 
-def test_training_goes_on_where_a_disk_is_full_and_a_rank_dies_in_a_save(tmp_path: Path) -> None:
-    *told, dead = run_with_store(save_often, 4, tmp_path, may_die=(3,))
-    assert dead is None
+def test_training_goes_on_where_a_disk_is_full_and_ranks_die_in_saves(tmp_path: Path) -> None:
+    first, *told, last = run_with_store(save_often, 4, tmp_path, may_die=(0, 3))
+    assert first is None and last is None
     assert len({numbers for trainings in told for _, numbers in trainings}) == 1
     for (undisturbed, _), (said, _) in told:
         assert undisturbed == ["saved"] * STEPS
-        assert [text == "saved" for text in said] == [step not in (FULL, LOST) for step in range(STEPS)]
+        assert [text == "saved" for text in said] == [step not in (FULL, LOST, GROUP) for step in range(STEPS)]
         assert "(RANK 1)" in said[FULL] and "No space left on device" in said[FULL]
+        assert (
+            said[GROUP].startswith("PeerLostError: epoch 1 of the job has broken: rank ") and "rank 0 has ended" in said[GROUP]
+        )
     complete = sorted(path.parent.name for path in (tmp_path / "True").glob("*/.metadata"))
-    assert complete == [f"step-{step}" for step in range(STEPS) if step not in (FULL, LOST)]
+    assert complete == [f"step-{step}" for step in range(STEPS) if step not in (FULL, LOST, GROUP)]

@@ -86,13 +86,10 @@ class HeldSession(ModuleMethods):
             return None
         if len(launched.world.processes) == dist.get_world_size():
             return dist.group.WORLD
-        epoch, group = self._group
-        if epoch != launched.world.epoch:
-            launched.wait_for_all()  # as the next line would wait for one that is lost
-            ranks = list(map(int, launched.world.processes))
-            group: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-            self._group = launched.world.epoch, group
-        return group
+        epoch = launched.world.epoch
+        if self._group[0] != epoch:
+            self._group = epoch, launched.group_of_user()
+        return self._group[1]
 
     @property
     def plan(self) -> Plan:

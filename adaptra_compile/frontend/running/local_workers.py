@@ -207,6 +207,8 @@ class LocalWorkers:
     def fail_by(self, error: Exception) -> None:
         """Make no further call, since the job has ended by this error."""
         self._failure = error
+        if self.calls is not None:  # which may have asked while this process was cut off
+            self.calls.interrupt()
 
     def _run(self, run: Callable[[Worker], Result]) -> list[Result]:
         if self._threads is None:

@@ -281,6 +281,8 @@ void Connector::tick(Clock::time_point now) {
 
 void Connector::stop_listening() { listeners_.clear(); }
 
+void Connector::give_up() { pending_.clear(); }
+
 std::vector<Refusal> Connector::refusals() const {
   const std::lock_guard lock(refusals_mutex_);
   std::vector<Refusal> listed;

@@ -57,6 +57,8 @@ class Connector {
   void tick(Clock::time_point now);
 
   void stop_listening();
+  // Ends the handshakes that are under way. Not called from within a handler.
+  void give_up();
 
   [[nodiscard]] std::vector<Refusal> refusals() const;
 

@@ -72,6 +72,15 @@ void EpollPoller::dispatch(std::size_t count) {
   }
 }
 
-void EpollPoller::wake() noexcept { eventfd_write(wakeup_.get(), 1); }
+void EpollPoller::wake() noexcept {
+  const std::lock_guard lock(wakeup_mutex_);
+  if (wakeup_.get() >= 0) eventfd_write(wakeup_.get(), 1);
+}
+
+void EpollPoller::close() noexcept {
+  const std::lock_guard lock(wakeup_mutex_);
+  epoll_ = Descriptor();
+  wakeup_ = Descriptor();
+}
 
 }  // namespace adaptra::delegate

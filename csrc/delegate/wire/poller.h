@@ -4,6 +4,7 @@
 #include <sys/epoll.h>
 
 #include <cstdint>
+#include <mutex>
 #include <unordered_map>
 #include <vector>
 
@@ -24,8 +25,10 @@ class EpollPoller final : public Poller {
   [[nodiscard]] std::size_t wait(int timeout_ms);
   // Calls the handlers of the events that wait() found, except those removed since.
   void dispatch(std::size_t count);
-  // Ends the present or the next wait().
+  // Ends the present or the next wait(). May be called on any thread, also after close().
   void wake() noexcept;
+  // Gives the descriptors back. After it there is no wait(), and nothing more to watch.
+  void close() noexcept;
 
  private:
   struct Watched {
@@ -33,6 +36,7 @@ class EpollPoller final : public Poller {
     Handler* handler = nullptr;
   };
 
+  std::mutex wakeup_mutex_;  // so that no wake() meets a descriptor of another's
   Descriptor epoll_, wakeup_;
   std::uint32_t tickets_ = 0;
   std::unordered_map<int, Watched> watched_;

@@ -55,7 +55,7 @@ def lent(_rank: int) -> dict[str, object]:
 
     from adaptra.runtime.control_store.forked_children import connections_to
     from adaptra.runtime.control_store.spare_clients import Part, Reservation, client_of, give_back
-    from adaptra.runtime.control_store.stores import clone
+    from adaptra.runtime.control_store.stores import Connection, clone
 
     dist.init_process_group("gloo")
     assert dist.group.WORLD is not None
@@ -85,9 +85,16 @@ def lent(_rank: int) -> dict[str, object]:
     found["same client"] = client_of(second) is client
     found["usual timeout"] = client.timeout == job.timeout  # pyright: ignore[reportAttributeAccessIssue]
     give_back(first)
+    connection = Connection(Part("e", job))
+    connection.set("key", "fifth")
     give_back(second)
+    names = {name for _, name in connections_to(job)}
+    connection.interrupt()
+    found["over a spare client"] = connection.get("key").decode()
+    found["that was open"] = {name for _, name in connections_to(job)} <= names
+    connection.close()
     spares.end()
-    del first, second, client
+    del first, second, client, connection
     look("ended")
     return found
 
@@ -105,6 +112,8 @@ def test_a_pool_holds_what_is_reserved_and_no_more() -> None:
         "given back": 3,
         "same client": True,
         "usual timeout": True,
+        "over a spare client": "fifth",
+        "that was open": True,
         "ended": 0,
     }
 

@@ -19,7 +19,7 @@ from adaptra.runtime.control_store.spare_clients import Part
 from adaptra.runtime.membership.announcement import announce, new_token, write_announcement
 from adaptra.runtime.survival import evidence as evidence_module
 from adaptra.runtime.survival.ends import Ends
-from adaptra.runtime.survival.evidence import SILENT_SECONDS, Evidence
+from adaptra.runtime.survival.evidence import _FORGET_SECONDS, SILENT_SECONDS, Evidence
 
 PATIENCE = 20.0
 HERE = "127.0.0.1"
@@ -50,13 +50,16 @@ def until(evidence: Evidence, processes: list[int], count: int, pause: float = 0
     return found
 
 
-def ends(rank: int, port: int) -> tuple[dict[int, tuple[str, float]], str] | None:
+def ends(rank: int, port: int) -> tuple[dict[int, tuple[str, float]], list[bool]] | None:
     """Process 0 asks for the others, one of which is killed, one stopped, and one busy without running Python.
 
-    It returns what it finds, and what it finds of the stopped one between answers of a store that are late.
+    Once it awaits the stopped one alone, it hears of its return, and of no other's.
     """
     client = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    evidence = Evidence(part(client), rank, range(PROCESSES), HERE)
+    returned = threading.Event()
+    evidence = Evidence(part(client), rank, range(PROCESSES), HERE, on_return=returned.set)
+    if rank == FROZEN:
+        client.set("frozen", str(os.getpid()))
     client.add("ready", 1)
     while client.add("ready", 0) < PROCESSES:
         time.sleep(0.01)
@@ -71,21 +74,25 @@ def ends(rank: int, port: int) -> tuple[dict[int, tuple[str, float]], str] | Non
         client.wait(["done"])
         return None
     time.sleep(0.2)
-    found = until(evidence, [KILLED, FROZEN, BUSY], 2)
+    with evidence.awaiting():  # between answers of a store that are late
+        found = until(evidence, [KILLED, FROZEN, BUSY], 2, pause=1.25 * _FORGET_SECONDS)
+    assert FROZEN in evidence.against([KILLED, FROZEN])
+    heard = [returned.wait(2 * _FORGET_SECONDS)]
+    os.kill(int(client.get("frozen")), signal.SIGCONT)
+    heard.append(returned.wait(PATIENCE))
+    assert FROZEN not in evidence.against([KILLED, FROZEN])
     client.set("done", "")
-    with evidence.awaiting():
-        late = until(evidence, [FROZEN], 1, pause=1.25)
     evidence.close()
-    return found, late[FROZEN][0]
+    return found, heard
 
 
 @pytest.mark.processes
 def test_the_killed_and_the_frozen_are_found_and_the_busy_is_not() -> None:
     store = store_of_the_test()
-    (found, late), *_ = run_processes(ends, PROCESSES, store.port, may_die=(KILLED, FROZEN))
+    (found, heard), *_ = run_processes(ends, PROCESSES, store.port, may_die=(KILLED, FROZEN))
     assert {process: why for process, (why, _) in found.items()} == {KILLED: REFUSED, FROZEN: SILENT}
-    assert late.endswith("it is frozen or cut off")
-    assert found[KILLED][1] < 1 and SILENT_SECONDS < found[FROZEN][1] < BUSY_SECONDS - 1
+    assert heard == [False, True]
+    assert found[KILLED][1] < 2 and SILENT_SECONDS < found[FROZEN][1] < BUSY_SECONDS - 1
 
 
 def write_nowhere(store: Store, process: int) -> None:
