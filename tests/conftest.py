@@ -27,8 +27,8 @@ from paths import ROOT
 settings.register_profile("adaptra", deadline=None)
 settings.load_profile("adaptra")
 
-# torch's store asks for the name of each host that connects, and answers nobody meanwhile. Where a name server loses a question,
-# that lasts a second or more. Tests make thousands of connections by address, so no name server is asked.
+# torch's store asks for the name of each host that connects, and answers nobody meanwhile. A name server that loses a question
+# makes that a second or more. Tests make thousands of connections by address, so no name server is asked.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 
