@@ -14,6 +14,8 @@ FUZZ_SECONDS ?= 10
 ONE_PROCESS := not processes and not root and not rdma
 # The suites that run on the stand-in for CUDA (tests/fake_cuda) as they are.
 ON_FAKE_CUDA := @tests/fake_cuda/suites.txt
+# The files that have a test with one of these marks: to collect the others takes a core some 10 s in each process of pytest.
+WITH = $(shell grep -rlE 'mark\.($(1))\b' tests --include='test_*.py')
 ON_ALL_CORES := --numprocesses=logical --dist=worksteal
 
 .DEFAULT_GOAL := help
@@ -80,10 +82,10 @@ unit: $(READY) ## the tests of one process, on all cores; UNIT= takes options of
 
 # A test of several processes keeps about one core busy, so two of them run at a time.
 processes: $(READY) ## the tests that start several processes
-	$(BIN)/pytest -m "processes and not (root or rdma or alone)" -n 2 --dist=worksteal
+	$(BIN)/pytest -m "processes and not (root or rdma or alone)" -n 2 --dist=worksteal $(call WITH,processes)
 
 alone: $(READY) ## the tests that measure times, or join hosts by links: one at a time
-	$(BIN)/pytest -m "(root or alone) and not rdma"
+	$(BIN)/pytest -m "(root or alone) and not rdma" $(call WITH,root|alone)
 
 # torch takes the stand-in only when it is imported, so these have processes of their own. It is built at first use.
 fake_cuda: $(READY) ## the tests of the stand-in for CUDA, and suites that run on it
@@ -91,7 +93,7 @@ fake_cuda: $(READY) ## the tests of the stand-in for CUDA, and suites that run o
 	OMP_NUM_THREADS=1 $(BIN)/pytest --device=cuda -m alone tests/fake_cuda
 
 rdma: $(READY) ## the tests that boot the lab of RDMA devices
-	$(BIN)/pytest -m rdma --lab-kernel=$(LAB_KERNEL)
+	$(BIN)/pytest -m rdma --lab-kernel=$(LAB_KERNEL) $(call WITH,rdma)
 
 checks: $(READY) ## lint, types, docs, cxx
 	$(MAKE) --jobs=1 lint types docs cxx
