@@ -14,10 +14,12 @@ FUZZ_SECONDS ?= 10
 ONE_PROCESS := not processes and not root and not rdma
 # The suites that run on the stand-in for CUDA (tests/fake_cuda) as they are.
 ON_FAKE_CUDA := @tests/fake_cuda/suites.txt
+# The files that have a test with one of these marks: to collect the others takes a core some 10 s in each process of pytest.
+WITH = $(shell grep -rlE 'mark\.($(1))\b' tests --include='test_*.py')
 ON_ALL_CORES := --numprocesses=logical --dist=worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-failure check test lint types docs cxx unit processes alone fake_cuda rdma checks aside versions gpu gpu-slow-link bench clean
+.PHONY: help setup demo demo-failure check test lint types docs cxx unit processes alone fake_cuda rdma checks aside graphs versions gpu gpu-slow-link bench clean
 
 help: ## name every target
 	@sed -nE 's/^([a-z_-]+):[^#]*## (.*)$$/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -80,10 +82,10 @@ unit: $(READY) ## the tests of one process, on all cores; UNIT= takes options of
 
 # A test of several processes keeps about one core busy, so two of them run at a time.
 processes: $(READY) ## the tests that start several processes
-	$(BIN)/pytest -m "processes and not (root or rdma or alone)" -n 2 --dist=worksteal
+	$(BIN)/pytest -m "processes and not (root or rdma or alone)" -n 2 --dist=worksteal $(call WITH,processes)
 
 alone: $(READY) ## the tests that measure times, or join hosts by links: one at a time
-	$(BIN)/pytest -m "(root or alone) and not rdma"
+	$(BIN)/pytest -m "(root or alone) and not rdma" $(call WITH,root|alone)
 
 # torch takes the stand-in only when it is imported, so these have processes of their own. It is built at first use.
 fake_cuda: $(READY) ## the tests of the stand-in for CUDA, and suites that run on it
@@ -91,21 +93,25 @@ fake_cuda: $(READY) ## the tests of the stand-in for CUDA, and suites that run o
 	OMP_NUM_THREADS=1 $(BIN)/pytest --device=cuda -m alone tests/fake_cuda
 
 rdma: $(READY) ## the tests that boot the lab of RDMA devices
-	$(BIN)/pytest -m rdma --lab-kernel=$(LAB_KERNEL)
+	$(BIN)/pytest -m rdma --lab-kernel=$(LAB_KERNEL) $(call WITH,rdma)
 
 checks: $(READY) ## lint, types, docs, cxx
 	$(MAKE) --jobs=1 lint types docs cxx
 
-# A test that measures times leaves about a core idle. What takes no notice of the time uses that, and gives way to it.
+# A test that measures times leaves about a core idle, and one of several processes waits too, as for a loss. What takes no notice of
+# the time uses that, and gives way to it.
 test: $(READY) ## everything that can fail here: lint, types, docs, C++ and all tests
 	$(MAKE) --jobs=2 --output-sync=target alone aside
 	$(MAKE) --jobs=2 --output-sync=target unit rdma UNIT=--ignore=tests/graph
 	$(MAKE) --jobs=1 fake_cuda
-	$(MAKE) --jobs=1 processes
+	$(MAKE) --jobs=2 --output-sync=target processes graphs
 
-aside: $(READY) ## the checks and the unit tests of graphs, at the lowest priority
+aside: $(READY) ## the checks, at the lowest priority
 	nice -n 19 $(MAKE) --jobs=1 checks
-	OMP_NUM_THREADS=1 nice -n 19 $(BIN)/pytest -m "$(ONE_PROCESS)" tests/graph
+
+# At a priority at which a test still ends within pytest's limit while ranks keep both cores busy.
+graphs: $(READY) ## the unit tests of graphs, at a lower priority
+	OMP_NUM_THREADS=1 nice -n 5 $(BIN)/pytest -m "$(ONE_PROCESS)" tests/graph
 
 # With every Python that there is and torch from 2.11 to 2.15. It takes hours, and 6 GB for one environment at a time.
 versions: $(READY) ## unit tests and the demo with Python 3.11 to 3.13 and torch 2.11 to 2.15: a table

@@ -27,9 +27,9 @@ from paths import ROOT
 settings.register_profile("adaptra", deadline=None)
 settings.load_profile("adaptra")
 
-# torch's store asks for the name of each host that connects, and answers nobody meanwhile. Where a name server does not answer,
-# that lasts 5 s. It is long enough for ranks to believe that the coordinator is gone.
-os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# torch's store asks for the name of each host that connects, and answers nobody meanwhile. A name server that loses a question
+# makes that a second or more. Tests make thousands of connections by address, so no name server is asked.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

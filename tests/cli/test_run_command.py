@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from commands import lines_of
 from errors_table import check_documented
 from processes import free_port
 
@@ -128,7 +129,7 @@ def test_a_process_that_dies_is_told_at_once_and_ends_no_other(tmp_path: Path) -
     ((status, printed, told),) = done(["-n", "2", "--json", script(tmp_path), "--die", "--sleep", "1.5"])
     assert status == 128 + signal.SIGKILL
     assert "lives" in printed
-    (line,) = told.splitlines()
+    (line,) = lines_of(told)
     assert line.startswith("adaptra run: rank 0 was ended by SIGKILL after ")
     first, last = json.loads(printed.splitlines()[-1])["processes"]
     assert (first["rank"], first["code"], last["rank"], last["code"]) == (0, -signal.SIGKILL, 1, 0)

@@ -85,10 +85,13 @@ FOUR = [
 ]
 
 
-@pytest.mark.parametrize("cases", [FOUR[:4], FOUR[4:]])
-def test_models_train_bitwise_as_one_process_on_four_ranks(cases: Sequence[ExampleCase]) -> None:
-    """Also with fewer microbatches than stages, tied parameters of three stages, and stages that end in a view."""
-    check(run_processes(train_examples, 4, 4, cases, is_fresh=True))
+@pytest.mark.parametrize(("cases", "is_fresh"), [(FOUR[:4], False), (FOUR[4:], True)])
+def test_models_train_bitwise_as_one_process_on_four_ranks(cases: Sequence[ExampleCase], is_fresh: bool) -> None:
+    """Also with fewer microbatches than stages, tied parameters of three stages, and stages that end in a view.
+
+    Half of them in interpreters as launchers start them.
+    """
+    check(run_processes(train_examples, 4, 4, cases, is_fresh=is_fresh))
 
 
 TWO = [

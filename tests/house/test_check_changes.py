@@ -148,3 +148,9 @@ def test_make_help_names_every_target() -> None:
     ).stdout
     said = dict(line.removeprefix("make ").split(maxsplit=1) for line in printed.splitlines())
     assert set(said) == targets
+
+
+def test_marks_by_which_make_chooses_files_stand_in_these_files() -> None:
+    """It looks for them in files of tests, and would leave out a test whose mark comes from elsewhere."""
+    elsewhere = [path for path in (ROOT / "tests").rglob("*.py") if not path.name.startswith("test_")]
+    assert [path for path in elsewhere if re.search(r"mark\.(processes|root|alone|rdma)\b", path.read_text())] == []

@@ -61,7 +61,7 @@ class GPT(nn.Module):
     """A byte-level GPT."""
 
     def __init__(
-        self, blocks: int = 8, width: int = 32, heads: int = 4, length: int = 16, dropout: float = 0.0, tied: bool = False
+        self, blocks: int = 4, width: int = 32, heads: int = 4, length: int = 16, dropout: float = 0.0, tied: bool = False
     ) -> None:
         super().__init__()
         self.tokens = nn.Embedding(256, width)
@@ -344,8 +344,8 @@ EXAMPLES = {
     one.name: one
     for one in (
         Example("gpt", GPT, tokens, token_loss),
-        Example("gpt_tied", lambda: GPT(blocks=4, tied=True), tokens, token_loss),
-        Example("gpt_dropout", lambda: GPT(blocks=4, dropout=0.2), tokens, token_loss),
+        Example("gpt_tied", lambda: GPT(tied=True), tokens, token_loss),
+        Example("gpt_dropout", lambda: GPT(blocks=2, dropout=0.2), tokens, token_loss),
         Example("skip_mlp", SkipMLP, vectors(16), square_loss),
         Example("resnet", ResNet, images, class_loss),
         Example("options", Options, options, None),

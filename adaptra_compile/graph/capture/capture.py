@@ -205,7 +205,7 @@ def _place_in(model: nn.Module, within: FunctionType) -> Callable[[], str]:
     def place() -> str:
         # No further out: a look at the locals of the user's own functions would keep alive objects that they delete.
         inside = takewhile(lambda one: one[0].f_code is not within.__code__, traceback.walk_stack(None))
-        found = user_line(reversed(list(inside)), named)
+        found = user_line(inside, named)
         return "in the loss" if found is None else f"{found[0]} at {found[1]}"
 
     return place
@@ -432,4 +432,4 @@ def _explain(model: nn.Module, error: BaseException) -> str:
 
 
 def _user_frame(error: BaseException, names: Mapping[int, str]) -> tuple[str, str] | None:
-    return user_line(traceback.walk_tb(error.__traceback__), names)
+    return user_line(reversed([*traceback.walk_tb(error.__traceback__)]), names)

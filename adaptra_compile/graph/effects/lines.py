@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from functools import cache
 from inspect import currentframe
 from itertools import takewhile
 from pathlib import Path
@@ -21,20 +22,23 @@ from adaptra.graph.effects.keepers import is_library
 def user_line(frames: Iterable[tuple[FrameType, int]], names: Mapping[int, str]) -> tuple[str, str] | None:
     """Return the innermost module of the model in these frames, and the innermost line of code outside torch.
 
-    ``frames`` begin with the outermost one.
+    ``frames`` begin with the innermost one. No further out than that module, they are not looked at.
     """
-    torch_folder = Path(torch.__file__).parent
-    module: str | None = None
     line: str | None = None
     for frame, number in frames:
+        file = frame.f_code.co_filename
+        if line is None and not _is_torchs(file) and "adaptra" not in frame.f_globals.get("__name__", ""):
+            line = f"{Path(file)}:{number}"
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and id(owner) in names:
             module = f"module {names[id(owner)] or '(the model itself)'} ({type(owner).__name__})"
-            line = None
-        file = Path(frame.f_code.co_filename)
-        if module is not None and torch_folder not in file.parents and "adaptra" not in frame.f_globals.get("__name__", ""):
-            line = f"{file}:{number}"
-    return None if module is None else (module, line or "a line of torch's own modules")
+            return module, line or "a line of torch's own modules"
+    return None
+
+
+@cache
+def _is_torchs(file: str) -> bool:
+    return Path(torch.__file__).parent in Path(file).parents
 
 
 @contextmanager
@@ -80,7 +84,7 @@ def _place(frame: FrameType, names: Mapping[int, str]) -> str:
     # No further out: a look at the locals of the user's own functions would keep alive objects that they delete.
     inside = takewhile(lambda one: not one[0].f_globals.get("__name__", "").startswith("adaptra."), walk_stack(frame))
     own = [one for one in inside if not _is_standard(one[0])]
-    place = user_line(reversed(own), names)
+    place = user_line(own, names)
     if place is not None:
         return f"{place[0]} at {place[1]}"
     line = next(
