@@ -60,6 +60,18 @@ class Terms:
         where = part_of(self._counts[bucket], self._replicas, index)
         return where.stop - where.start
 
+    def bucket(self, value: Value) -> int:
+        """Return the bucket of a value."""
+        return value.part // self._replicas
+
+    def is_result(self, value: Value) -> bool:
+        """Return whether a value is the sum of all terms."""
+        return (value.first, value.end) == (0, self._replicas)
+
+    def is_open(self, value: Value) -> bool:
+        """Return whether the terms of a value's bucket have been asked for."""
+        return self.bucket(value) in self._packed
+
     def has(self, value: Value) -> bool:
         """Return True if :meth:`value` can return a value by now."""
         held = self._held.get(value.part, {})
