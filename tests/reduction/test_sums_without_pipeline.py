@@ -62,6 +62,9 @@ def add(rank: int) -> list[str]:
         reduction.reduce_scatter(part, untouched, mean=mean, how=how)
         check(f"reduce_scatter of {name}", part, expected[rank * size : (rank + 1) * size])
         check(f"terms of {name}", untouched, given[rank])
+        within = untouched[1 : size + 1]
+        reduction.reduce_scatter(within, untouched, mean=mean, how=how)
+        check(f"reduce_scatter of {name} over its own terms", within, expected[rank * size : (rank + 1) * size])
         whole = torch.empty(size * RANKS, dtype=dtype)
         reduction.all_gather(whole, part)
         check(f"all_gather of {name}", whole, expected)

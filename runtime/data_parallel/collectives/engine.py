@@ -100,14 +100,17 @@ class GroupSum:
         Raises:
             RuntimeError: As :meth:`combine`.
         """
-        own, parts = _real(output).view(-1), [_real(one).view(-1) for one in parts]
+        result, parts = _real(output).view(-1), [_real(one).view(-1) for one in parts]
+        # Terms are sent from where they are, so results don't go there.
+        terms_in = {one.untyped_storage().data_ptr() for one in parts}
+        own = torch.empty_like(result) if result.untyped_storage().data_ptr() in terms_in else result
         most = max(1, self._limit // self._replicas // own.element_size())
         ranges = [(begin, min(begin + most, own.numel())) for begin in range(0, own.numel(), most)]
         buckets = [tuple(TensorRange(rank, *each) for rank in range(self._replicas)) for each in ranges]
-        terms = self._terms(parts.__getitem__, parts, buckets, mean)
-        self._move(
-            to_owners, terms, len(buckets), lambda bucket: own[slice(*ranges[bucket])].copy_(terms.take_own(bucket)), own
-        )
+        terms = self._terms(parts.__getitem__, parts, buckets, mean, [own[slice(*each)] for each in ranges])
+        self._move(to_owners, terms, len(buckets), terms.end_own, own)
+        if own is not result:
+            result.copy_(own)
 
     def all_gather(self, parts: Sequence[Tensor]) -> None:
         """Fill the parts of other ranks by theirs. All ranks of the group call it together.
@@ -122,7 +125,7 @@ class GroupSum:
         if not self._through_host:
             self._group.allgather([[*parts]], [own]).wait()
             return
-        arriving = [torch.empty_like(own, device="cpu") if own.is_cuda else parts[peer] for peer in peers]
+        arriving = [torch.empty_like(own, device="cpu", pin_memory=True) if own.is_cuda else parts[peer] for peer in peers]
         works = [self._group.recv([one], peer, self.tag) for peer, one in zip(peers, arriving, strict=True)]
         leaving = ReadLater(own).wait()
         works += [self._group.send([leaving], peer, self.tag) for peer in reversed(peers)]
@@ -130,7 +133,7 @@ class GroupSum:
             work.wait()
         for peer, one in zip(peers, arriving, strict=True):
             if one is not parts[peer]:
-                parts[peer].copy_(one)
+                parts[peer].copy_(one, non_blocking=True)
 
     def check(self) -> None:
         """Wait until messages between GPUs have ended, and raise if one of them failed. What it was to bring is no result.
@@ -151,8 +154,15 @@ class GroupSum:
         terms = self._terms(tensors.of, like, buckets, mean)
         self._move(self._algorithm, terms, len(buckets), terms.end_bucket, like[0] if like else None)
 
-    def _terms(self, get: Callable[[int], Tensor], like: Sequence[Tensor], buckets: Sequence[Bucket], mean: bool) -> Terms:
-        return Terms(get, like, buckets, self._replicas, self._rank, mean, self._memory, self._dtype)
+    def _terms(
+        self,
+        get: Callable[[int], Tensor],
+        like: Sequence[Tensor],
+        buckets: Sequence[Bucket],
+        mean: bool,
+        results: Sequence[Tensor] | None = None,
+    ) -> Terms:
+        return Terms(get, like, buckets, self._replicas, self._rank, mean, self._memory, self._dtype, results)
 
     def _move(
         self, algorithm: Algorithm, terms: Terms, buckets: int, end: Callable[[int], object], like: Tensor | None

@@ -270,13 +270,14 @@ def sum_with_a_late_rank(rank: int, late: int) -> tuple[list[float], list[str]]:
     dist.init_process_group("gloo")
     group = new_group(Members("late", rank, 4))
     total = GroupSum(group, algorithm=with_late_rank("streamed", late), limit=64)
-    handle, handled, began = Moves.handle, list[tuple[float, str]](), 0.0
+    engine: Any = Moves
+    handle, handled, began = engine.handle, list[tuple[float, str]](), 0.0
 
     def recorded(moves: Moves, message: TermMessage, tensor: Tensor) -> None:
         handled.append((time.monotonic() - began, f"{message.source}>{message.destination}"))
         handle(moves, message, tensor)
 
-    Moves.handle = recorded
+    engine.handle = recorded
     terms = [torch.full((16,), float(rank)) for _ in range(3)]
 
     def term(number: int) -> Tensor:
