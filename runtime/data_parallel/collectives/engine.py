@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from adaptra.collectives.buckets import Bucket, TensorRange, bucket_bytes, make_buckets
-from adaptra.collectives.rounds import Algorithm, TermMessage, direct, to_owners
+from adaptra.collectives.rounds import Algorithm, TermMessage, chain, direct, to_owners
 from adaptra.runtime.data_parallel.collectives.carriers import GlooCarrier, GroupCarrier, Waits
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
 from adaptra.runtime.data_parallel.collectives.moves import Moves
@@ -173,8 +173,8 @@ class GroupSum:
             for message in _messages(algorithm, self._replicas, buckets * self._replicas, self._rank)
             if terms.size(message.value.part)
         ]
-        # A rank with one peer, or one bucket, has nothing else to do while it waits for the earliest message.
-        waits = self._waits if self._replicas > 2 and buckets > 1 else None
+        # With these, who waits for the earliest message has nothing else to do: each part needs the terms of all.
+        waits = None if algorithm in (direct, chain, to_owners) else self._waits
         carrier = GlooCarrier(self._group, self.tag, waits) if self._through_host else GroupCarrier(self._group)
         Moves(terms, messages, self._rank, end, in_rounds=not self._through_host).run(carrier)
         if carrier.works and not self._through_host and like is not None and like.is_cuda:
