@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from _table import Row, parser, print_rows
 
-from adaptra.collectives.choice import PLAYED, SumCase, SumWay
+from adaptra.collectives.choice import SumCase, SumWay
 from adaptra.collectives.ports import Ports
 from adaptra.equations.sums import sum_equations
 
@@ -85,7 +85,7 @@ def every_way(case: SumCase) -> Iterator[SumWay]:
         for count in range(1, ranks - 1):
             late = tuple(sorted(last_first[:count]))
             names = ("streamed", *(("merge",) if count == 1 else ()), *(("swap",) if late == (ranks - 1,) else ()))
-            drafts += [case.way(name, late) for name in names if name in PLAYED]
+            drafts += [case.way(name, late) for name in names]
     for draft in dict.fromkeys(drafts):
         ladder = [draft.parts * 4 ** (step / 6) for step in range(-12, 7)]
         yield from dict.fromkeys(draft.with_parts(about, ranks) for about in ladder)

@@ -31,7 +31,7 @@ def run_reduce(options: Namespace) -> str:
     if options.picture is not None:
         from adaptra.report.rounds import draw_rounds
 
-        way = next(price.way for price in case.prices if price.rounds is not None)
+        way = case.prices[0].way
         draw_rounds(case, way, options.picture, f"{title}: {way}")
     if options.json:
         return as_json(case.to_json())

@@ -111,7 +111,7 @@ def sums(title: str, prices: Iterable[SumPrice], width: int) -> str:
             price.way.algorithm,
             ",".join(map(str, price.way.late)) or "-",
             str(price.way.parts),
-            "-" if price.rounds is None else str(price.rounds),
+            str(price.rounds),
             f"{price.seconds:.6g}",
             f"{price.expected:.6g}",
             style=None if index else _BEST,

@@ -9,12 +9,9 @@ from typing import Any, Final
 
 from adaptra.collectives.algorithms import sum_messages
 from adaptra.collectives.ports import Ports, WaterLevel, seconds_of, water_level
-from adaptra.collectives.rounds import ALGORITHMS, TermMessage
+from adaptra.collectives.rounds import TermMessage
 from adaptra.equations.equation import Equation
 from adaptra.equations.sums import sum_equations
-
-PLAYED: Final = frozenset({*ALGORITHMS, "streamed"})
-"""The algorithms whose rounds are known. What others take is said by their equations alone."""
 
 _NEAR: Final = 1.3
 """Algorithms that take longer than this, times the shortest, are not played with other numbers of parts."""
@@ -75,13 +72,13 @@ class SumPrice:
 
     Attributes:
         way: The way.
-        rounds: The number of its rounds; None where they are not known.
+        rounds: The number of its rounds.
         expected: When the last rank has the sum by the equations, in seconds.
-        seconds: The same, by playing the rounds if they are known.
+        seconds: The same, by playing the rounds.
     """
 
     way: SumWay
-    rounds: int | None
+    rounds: int
     expected: float
     seconds: float
 
@@ -211,9 +208,7 @@ class SumCase:
         return self._begin(way) + self.applied(way).result
 
     def price(self, way: SumWay) -> SumPrice:
-        """Return what a way takes: as its rounds play, or as the equation says where no rounds are known."""
-        if way.algorithm not in PLAYED:
-            return SumPrice(way, None, self.expected(way), self.expected(way))
+        """Return what a way takes, as its rounds play and as the equation says."""
         messages = [*way.messages(self.ports.ranks)]
         seconds = seconds_of(messages, self.nbytes / way.parts, self.ports)
         return SumPrice(way, 1 + messages[-1].round, self.expected(way), seconds)

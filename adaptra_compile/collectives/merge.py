@@ -42,8 +42,7 @@ def swap(ranks: int, parts: int, late: Sequence[int]) -> Iterator[TermMessage]:
     """Yield the rounds of a sum that needs one less than :func:`merge`, because the late rank's term is the last of the fold.
 
     The late rank and an owner swap: one sends its term, the other the fold of all terms before. Both add the same two values.
-    Three ranks have no such rounds; theirs are those of :func:`merge`. The engine can't run these rounds yet: it would
-    write the late rank's result over its own term, which may still be on its way.
+    Three ranks have no such rounds; theirs are those of :func:`merge`.
 
     Args:
         ranks, parts: As of :func:`merge`.

@@ -62,6 +62,9 @@ def add(rank: int) -> list[str]:
         reduction.reduce_scatter(part, untouched, mean=mean, how=how)
         check(f"reduce_scatter of {name}", part, expected[rank * size : (rank + 1) * size])
         check(f"terms of {name}", untouched, given[rank])
+        within = untouched[1 : size + 1]
+        reduction.reduce_scatter(within, untouched, mean=mean, how=how)
+        check(f"reduce_scatter of {name} over its own terms", within, expected[rank * size : (rank + 1) * size])
         whole = torch.empty(size * RANKS, dtype=dtype)
         reduction.all_gather(whole, part)
         check(f"all_gather of {name}", whole, expected)
@@ -215,28 +218,28 @@ def test_training_has_the_bits_of_one_process(sharded: bool) -> None:
 
 
 def lose(rank: int, number: int, sent: int) -> list[tuple[str, int | None]]:
-    """How a sum of two buckets and the next one end, of which rank 1 is lost as it begins some round: error and rank."""
+    """How a sum of two buckets and the next one end, of which rank 1 is lost as it begins some message: error and rank."""
     import torch.distributed as dist
 
     import adaptra
     from adaptra import reduction
     from adaptra.errors import PeerLostError
-    from adaptra.runtime.data_parallel.collectives.engine import GroupSum
+    from adaptra.runtime.data_parallel.collectives.carriers import GlooCarrier
 
     dist.init_process_group("gloo")
     how = adaptra.Reduce(bucket=4000)
     reduction.all_reduce(torch.ones(3), how=how)
-    engine: Any = GroupSum
-    begin, rounds = engine._begin, 0
+    carrier: Any = GlooCarrier
+    begin, messages = carrier.begin, 0
 
     def begin_or_end(*args: Any) -> None:
-        nonlocal rounds
-        if rank == 1 and rounds == number:
+        nonlocal messages
+        if rank == 1 and messages == number:
             os.kill(os.getpid(), sent)
-        rounds += 1
+        messages += 1
         begin(*args)
 
-    engine._begin = begin_or_end
+    carrier.begin = begin_or_end
     ends: list[tuple[str, int | None]] = []
     for _ in range(2):
         tensor = torch.full((2000,), float(rank))
@@ -249,13 +252,13 @@ def lose(rank: int, number: int, sent: int) -> list[tuple[str, int | None]]:
     return ends
 
 
-ROUNDS = 7
-"""Of two buckets over three ranks, with the first receives."""
+MESSAGES = (0, 1, 3, 6, 9, 12, 15)
+"""Some of the 16 that one of three ranks begins for two buckets, with the first and the last."""
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_rank_is_named_on_all_others(sent: int) -> None:
-    for number in range(ROUNDS) if sent == signal.SIGKILL else (0, 4):
+    for number in MESSAGES if sent == signal.SIGKILL else (0, 9):
         told = run_processes(lose, RANKS, number, sent, may_die=(1,))
         for text, lost in (*told[0], *told[2]):
             check_documented("PeerLostError", text, LOST)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,30 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from adaptra.collectives.buckets import Bucket, TensorRange, bucket_bytes, make_buckets
-from adaptra.collectives.rounds import Algorithm, TermMessage, direct, to_owners
+from adaptra.collectives.rounds import Algorithm, TermMessage, chain, direct, to_owners
+from adaptra.runtime.data_parallel.collectives.carriers import GlooCarrier, GroupCarrier, Waits
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
+from adaptra.runtime.data_parallel.collectives.moves import Moves
 from adaptra.runtime.data_parallel.collectives.terms import Terms
 from adaptra.runtime.devices.events import recorded
 from adaptra.runtime.devices.read_later import ReadLater
 from adaptra.runtime.transports.nccl.communicator import failure_of
 from adaptra.runtime.transports.process_groups import is_gloo
-
-
-@dataclass(frozen=True, slots=True)
-class _Flying:
-    """A message under way.
-
-    Attributes:
-        message: What it is.
-        tensor: The value.
-        memory: What the group sends or fills: of a value on a GPU a copy in pinned memory, unless the group carries GPUs' own.
-        work: The operation; None if another one's stands for it.
-    """
-
-    message: TermMessage
-    tensor: Tensor
-    memory: Tensor
-    work: dist.Work | None
 
 
 class GroupSum:
@@ -72,6 +54,7 @@ class GroupSum:
         self.tag = 0
         self._memory = SpareMemory()
         self._through_host = is_gloo(group)
+        self._waits = Waits()
         self._unchecked: list[tuple[torch.cuda.Event, list[dist.Work]]] = []
 
     def combine(self, tensors: Sequence[Tensor], *, mean: bool) -> None:
@@ -117,14 +100,17 @@ class GroupSum:
         Raises:
             RuntimeError: As :meth:`combine`.
         """
-        own, parts = _real(output).view(-1), [_real(one).view(-1) for one in parts]
+        result, parts = _real(output).view(-1), [_real(one).view(-1) for one in parts]
+        # Terms are sent from where they are, so results don't go there.
+        terms_in = {one.untyped_storage().data_ptr() for one in parts}
+        own = torch.empty_like(result) if result.untyped_storage().data_ptr() in terms_in else result
         most = max(1, self._limit // self._replicas // own.element_size())
         ranges = [(begin, min(begin + most, own.numel())) for begin in range(0, own.numel(), most)]
         buckets = [tuple(TensorRange(rank, *each) for rank in range(self._replicas)) for each in ranges]
-        terms = self._terms(parts.__getitem__, parts, buckets, mean)
-        self._move(
-            to_owners, terms, len(buckets), lambda bucket: own[slice(*ranges[bucket])].copy_(terms.take_own(bucket)), own
-        )
+        terms = self._terms(parts.__getitem__, parts, buckets, mean, [own[slice(*each)] for each in ranges])
+        self._move(to_owners, terms, len(buckets), terms.end_own, own)
+        if own is not result:
+            result.copy_(own)
 
     def all_gather(self, parts: Sequence[Tensor]) -> None:
         """Fill the parts of other ranks by theirs. All ranks of the group call it together.
@@ -139,7 +125,7 @@ class GroupSum:
         if not self._through_host:
             self._group.allgather([[*parts]], [own]).wait()
             return
-        arriving = [torch.empty_like(own, device="cpu") if own.is_cuda else parts[peer] for peer in peers]
+        arriving = [torch.empty_like(own, device="cpu", pin_memory=True) if own.is_cuda else parts[peer] for peer in peers]
         works = [self._group.recv([one], peer, self.tag) for peer, one in zip(peers, arriving, strict=True)]
         leaving = ReadLater(own).wait()
         works += [self._group.send([leaving], peer, self.tag) for peer in reversed(peers)]
@@ -147,7 +133,7 @@ class GroupSum:
             work.wait()
         for peer, one in zip(peers, arriving, strict=True):
             if one is not parts[peer]:
-                parts[peer].copy_(one)
+                parts[peer].copy_(one, non_blocking=True)
 
     def check(self) -> None:
         """Wait until messages between GPUs have ended, and raise if one of them failed. What it was to bring is no result.
@@ -168,77 +154,31 @@ class GroupSum:
         terms = self._terms(tensors.of, like, buckets, mean)
         self._move(self._algorithm, terms, len(buckets), terms.end_bucket, like[0] if like else None)
 
-    def _terms(self, get: Callable[[int], Tensor], like: Sequence[Tensor], buckets: Sequence[Bucket], mean: bool) -> Terms:
-        return Terms(get, like, buckets, self._replicas, self._rank, mean, self._memory, self._dtype)
+    def _terms(
+        self,
+        get: Callable[[int], Tensor],
+        like: Sequence[Tensor],
+        buckets: Sequence[Bucket],
+        mean: bool,
+        results: Sequence[Tensor] | None = None,
+    ) -> Terms:
+        return Terms(get, like, buckets, self._replicas, self._rank, mean, self._memory, self._dtype, results)
 
     def _move(
         self, algorithm: Algorithm, terms: Terms, buckets: int, end: Callable[[int], object], like: Tensor | None
     ) -> None:
         """Run the rounds of some buckets, and ``end`` each bucket once nothing of it is under way."""
-        rounds = [
-            [one for one in each if terms.size(one.value.part)]
-            for each in _rounds(algorithm, self._replicas, buckets * self._replicas, self._rank)
+        messages = [
+            message
+            for message in _messages(algorithm, self._replicas, buckets * self._replicas, self._rank)
+            if terms.size(message.value.part)
         ]
-        left = Counter(one.value.part // self._replicas for each in rounds for one in each)
-        flying: deque[_Flying] = deque()
-        works: list[dist.Work] = []
-
-        def finish() -> None:
-            ended = flying.popleft()
-            message = ended.message
-            if ended.work is not None:
-                ended.work.wait()
-                works.append(ended.work)
-            if message.destination == self._rank:
-                if ended.memory is not ended.tensor:
-                    ended.tensor.copy_(ended.memory, non_blocking=True)
-                terms.arrived(message.value, ended.tensor)
-            bucket = message.value.part // self._replicas
-            left[bucket] -= 1
-            if not left[bucket]:
-                end(bucket)
-
-        # A message of gloo travels at once if its receive waits for it. NCCL pairs a round's send with its receive.
-        ahead = self._replicas - 1 if self._through_host else 0
-        self._begin([], rounds[:ahead], terms, flying)
-        for moment, each in enumerate(rounds):
-            while not all(terms.has(one.value) for one in each if one.source == self._rank):
-                finish()
-            self._begin(each, rounds[moment + ahead : moment + ahead + 1], terms, flying)
-        while flying:
-            finish()
-        if works and not self._through_host and like is not None and like.is_cuda:
-            self._unchecked.append((recorded(torch.cuda.current_stream(like.device)), works))
-
-    def _begin(
-        self, sends: Iterable[TermMessage], receives: Iterable[Sequence[TermMessage]], terms: Terms, flying: deque[_Flying]
-    ) -> None:
-        """Begin this rank's receives of some rounds and its sends of one."""
-        arriving = [(one, terms.place(one.value)) for each in receives for one in each if one.destination == self._rank]
-        leaving = [(one, terms.value(one.value)) for one in sends if one.source == self._rank]
-        if self._through_host:
-            for one, tensor in arriving:
-                memory = torch.empty_like(tensor, device="cpu", pin_memory=True) if tensor.is_cuda else tensor
-                flying.append(_Flying(one, tensor, memory, self._group.recv([memory], one.source, self.tag)))
-            copies = [ReadLater(tensor) for _, tensor in leaving]
-            for (one, tensor), copy in zip(leaving, copies, strict=True):
-                memory = copy.wait()
-                flying.append(_Flying(one, tensor, memory, self._group.send([memory], one.destination, self.tag)))
-        elif arriving or leaving:
-            # NCCL begins a round's messages as one, and gives one work for all of them.
-            group, device = self._group, [*arriving, *leaving][0][1].device
-            pairs = group._get_backend(device).supports_coalescing
-            if pairs:
-                group._start_coalescing(device)
-            works = [
-                *(group.recv([tensor], one.source, 0) for one, tensor in arriving),
-                *(group.send([tensor], one.destination, 0) for one, tensor in leaving),
-            ]
-            if pairs:
-                works = [group._end_coalescing(device), *[None] * (len(works) - 1)]
-            flying += [
-                _Flying(one, tensor, tensor, work) for (one, tensor), work in zip([*arriving, *leaving], works, strict=True)
-            ]
+        # With these, who waits for the earliest message has nothing else to do: each part needs the terms of all.
+        waits = None if algorithm in (direct, chain, to_owners) else self._waits
+        carrier = GlooCarrier(self._group, self.tag, waits) if self._through_host else GroupCarrier(self._group)
+        Moves(terms, messages, self._rank, end, in_rounds=not self._through_host).run(carrier)
+        if carrier.works and not self._through_host and like is not None and like.is_cuda:
+            self._unchecked.append((recorded(torch.cuda.current_stream(like.device)), carrier.works))
 
 
 class _Contiguous:
@@ -267,6 +207,5 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 @lru_cache(maxsize=16)
-def _rounds(algorithm: Algorithm, replicas: int, parts: int, rank: int) -> tuple[tuple[TermMessage, ...], ...]:
-    found = groupby(algorithm(replicas, parts, rank), key=lambda message: message.round)
-    return tuple(tuple(messages) for _, messages in found)
+def _messages(algorithm: Algorithm, replicas: int, parts: int, rank: int) -> tuple[TermMessage, ...]:
+    return tuple(one for one in algorithm(replicas, parts, rank) if rank in (one.source, one.destination))

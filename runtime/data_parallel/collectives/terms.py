@@ -29,6 +29,7 @@ class Terms:
         mean: Whether the sum is divided by the number of replicas.
         memory: The memory of what arrives.
         dtype: The least precise dtype of additions, or None for that of the terms.
+        results: By bucket, the memory of the result whose part has this replica's number; None if results replace terms.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Terms:
         mean: bool,
         memory: SpareMemory,
         dtype: torch.dtype | None = None,
+        results: Sequence[Tensor] | None = None,
     ) -> None:
         self._get = get
         self._like = [like[bucket[0].tensor] for bucket in buckets]
@@ -51,7 +53,8 @@ class Terms:
         self._divisor = replicas if mean else 1
         self._memory = memory
         self._dtype = dtype
-        self._packed: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        self._results = results
+        self._packed: dict[int, tuple[Tensor | None, list[Tensor]]] = {}
         self._held: dict[int, dict[tuple[int, int], Tensor]] = {}
 
     def size(self, part: int) -> int:
@@ -59,6 +62,18 @@ class Terms:
         bucket, index = divmod(part, self._replicas)
         where = part_of(self._counts[bucket], self._replicas, index)
         return where.stop - where.start
+
+    def bucket(self, value: Value) -> int:
+        """Return the bucket of a value."""
+        return value.part // self._replicas
+
+    def is_result(self, value: Value) -> bool:
+        """Return whether a value is the sum of all terms."""
+        return (value.first, value.end) == (0, self._replicas)
+
+    def is_open(self, value: Value) -> bool:
+        """Return whether the terms of a value's bucket have been asked for."""
+        return self.bucket(value) in self._packed
 
     def has(self, value: Value) -> bool:
         """Return True if :meth:`value` can return a value by now."""
@@ -88,8 +103,8 @@ class Terms:
     def place(self, value: Value) -> Tensor:
         """Return the memory for a value that will arrive. A result's is that of the own term, which has been added by then."""
         part, first, end = value
-        if (first, end) == (0, self._replicas):
-            return self._own(part)
+        if self.is_result(value):
+            return self._own(part) if self._results is None else self._results[self.bucket(value)]
         like = self._like[part // self._replicas]
         dtype = like.dtype if end == first + 1 else self._sum_dtype(part)
         return self._memory.take(self.size(part), dtype, like.device)
@@ -112,41 +127,46 @@ class Terms:
         for piece in self._buckets[bucket]:
             end = begin + piece.end - piece.begin
             target = self._piece(piece)
-            if target.data_ptr() != whole.data_ptr():
+            if whole is not None and target.data_ptr() != whole.data_ptr():
                 target.copy_(whole[begin:end])
             begin = end
         self._forget(bucket)
 
-    def take_own(self, bucket: int) -> Tensor:
-        """Return the result of the part whose number is this replica's, valid until the next use. Ends the bucket as above.
+    def end_own(self, bucket: int) -> None:
+        """Add up the part of a bucket whose number is this replica's. Ends the bucket, whose other parts have no result here.
 
         Raises:
             KeyError: A term of it has not arrived.
         """
-        result = self.value(Value(bucket * self._replicas + self._rank, 0, self._replicas))
+        self.value(Value(bucket * self._replicas + self._rank, 0, self._replicas))
         self._forget(bucket)
-        return result
 
     def _forget(self, bucket: int) -> None:
         for part in range(bucket * self._replicas, (bucket + 1) * self._replicas):
             for tensor in self._held.pop(part, {}).values():
                 self._memory.give_back(tensor)
-        self._memory.give_back(self._packed.pop(bucket)[0])
+        whole, _ = self._packed.pop(bucket)
+        if whole is not None:
+            self._memory.give_back(whole)
 
     def _own(self, part: int) -> Tensor:
         bucket, index = divmod(part, self._replicas)
         return self._parts(bucket)[1][index]
 
-    def _parts(self, bucket: int) -> tuple[Tensor, list[Tensor]]:
-        """Return a bucket as one tensor, which travels from where it is if it is one piece, and its parts."""
+    def _parts(self, bucket: int) -> tuple[Tensor | None, list[Tensor]]:
+        """Return a bucket as one tensor and its parts. Pieces that are parts travel from where they are, without the tensor."""
         if bucket not in self._packed:
-            pieces = list(map(self._piece, self._buckets[bucket]))
-            whole = pieces[0]
-            if len(pieces) > 1:
-                whole = self._memory.take(self._counts[bucket], whole.dtype, whole.device)
-                for place, piece in zip(whole.split([one.numel() for one in pieces]), pieces, strict=True):
-                    place.copy_(piece)
-            parts = [whole[part_of(whole.numel(), self._replicas, index)] for index in range(self._replicas)]
+            pieces, whole = list(map(self._piece, self._buckets[bucket])), None
+            slices = [part_of(self._counts[bucket], self._replicas, index) for index in range(self._replicas)]
+            if [piece.numel() for piece in pieces] == [each.stop - each.start for each in slices]:
+                parts = pieces
+            else:
+                whole = pieces[0]
+                if len(pieces) > 1:
+                    whole = self._memory.take(self._counts[bucket], whole.dtype, whole.device)
+                    for place, piece in zip(whole.split([one.numel() for one in pieces]), pieces, strict=True):
+                        place.copy_(piece)
+                parts = [whole[each] for each in slices]
             self._packed[bucket] = whole, parts
         return self._packed[bucket]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch.nn import functional
 from training import adam, call, compiled, loss_of, microbatches_of
 
 import adaptra
-from adaptra.collectives.algorithms import sum_schedule
+from adaptra.collectives.algorithms import LATE, sum_messages
 from adaptra.collectives.buckets import (
     LEAST_BYTES,
     MESSAGE_BYTES,
@@ -29,10 +31,11 @@ from adaptra.collectives.buckets import (
     make_buckets,
     part_of,
 )
-from adaptra.collectives.rounds import ALGORITHMS, Algorithm, TermMessage, direct
+from adaptra.collectives.rounds import ALGORITHMS, Algorithm, TermMessage, Value, direct
 from adaptra.graph.ops.random_state import RandomKey, reference_randomness
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
+from adaptra.runtime.data_parallel.collectives.moves import Moves
 from adaptra.runtime.data_parallel.collectives.terms import Terms
 from adaptra.runtime.transports.process_groups import Members, end_group, new_group
 from adaptra.simulation.links import Link
@@ -76,55 +79,117 @@ def cases(draw: Any) -> tuple[int, list[tuple[int, ...]], list[torch.dtype], int
 
 
 def with_late_rank(name: str, late: int) -> Algorithm:
-    """The algorithm in which one rank is late; direct where there are too few.
-
-    ``swap`` is not among them: its late rank makes a result, in the memory of its own term, while it still sends that term.
-    """
+    """The algorithm in which one rank is late, for ``swap`` the last; direct where there are too few."""
 
     def algorithm(replicas: int, parts: int, rank: int | None) -> Iterator[TermMessage]:
         if replicas < 3 or not parts:
             return direct(replicas, parts, rank)
-        return iter(sum_schedule(name, replicas, parts, (late % replicas,)).messages)
+        return sum_messages(name, replicas, parts, (replicas - 1 if name == "swap" else late % replicas,))
 
     return algorithm
 
 
-algorithms = st.sampled_from([*ALGORITHMS.values()]) | st.builds(
-    with_late_rank, st.sampled_from(["streamed", "merge"]), st.integers(0, 7)
-)
+algorithms = st.sampled_from([*ALGORITHMS.values()]) | st.builds(with_late_rank, st.sampled_from([*LATE]), st.integers(0, 7))
 
 
-@given(cases(), algorithms, st.sampled_from((None, torch.float32)))
-@settings(max_examples=40, deadline=None)
-def test_any_order_of_arrival_gives_the_left_fold(
-    case: tuple[Any, ...], algorithm: Algorithm, dtype: torch.dtype | None
-) -> None:
+Ends = tuple[deque[tuple[TermMessage, Tensor]], deque[tuple[TermMessage, Tensor]]]
+"""The begun sends and receives from one rank to another. The first send meets the first receive, as with gloo."""
+
+
+class Wire:
+    """One rank's end of wires that carry nothing by themselves."""
+
+    def __init__(self, rank: int, ends: defaultdict[tuple[int, int], Ends], order: random.Random) -> None:
+        self._rank = rank
+        self._ends = ends
+        self._order = order
+
+    @property
+    def has_ended(self) -> bool:
+        return self._order.random() < 0.5
+
+    def begin(self, messages: Sequence[tuple[TermMessage, Tensor]]) -> None:
+        for message, tensor in messages:
+            ends = self._ends[message.source, message.destination]
+            ends[message.destination == self._rank].append((message, tensor))
+
+    def next(self) -> tuple[TermMessage, Tensor]:
+        raise NotImplementedError  # the test draws what ends
+
+
+def move_in_any_order(ranks: Sequence[Moves], order: random.Random) -> None:
+    """Begin and end messages in a drawn order. A value is read when it arrives, and its sender knows later that it was.
+
+    With luck the messages of one rank, or all senders' knowledge, come behind all else that may happen.
+    """
+    late, tells_late = order.choice((None, *range(len(ranks)))), order.random() < 0.5
+    ends = defaultdict[tuple[int, int], Ends](lambda: (deque(), deque()))
+    wires = [Wire(rank, ends, order) for rank in range(len(ranks))]
+    sent: list[tuple[TermMessage, Tensor]] = []
+    idle = 0
+    while any(rank.left for rank in ranks):
+        for rank in order.sample(range(len(ranks)), len(ranks)):
+            ranks[rank].begin(wires[rank])
+        met = [lane for lane, (sends, receives) in ends.items() if sends and receives]
+        idle = 0 if met or sent else idle + 1
+        assert idle < 100, f"nobody can go on: {[rank.left for rank in ranks]}"
+        if met and (not sent or tells_late or order.random() < 0.5):
+            lane = order.choice([lane for lane in met if late not in lane] or met)
+            (message, value), (expected, place) = (each.popleft() for each in ends[lane])
+            assert message == expected
+            place.copy_(value)
+            ranks[message.destination].handle(message, place)
+            sent.append((message, value))
+        elif sent:
+            message, value = sent.pop(order.randrange(len(sent)))
+            ranks[message.source].handle(message, value)
+
+
+def check_sum(case: tuple[Any, ...], algorithm: Algorithm, dtype: torch.dtype | None, *, in_rounds: bool) -> None:
+    """Compare a sum, whose messages come in an order that the case draws, with the left fold."""
     replicas, shapes, dtypes, limit, mean, seed = case
     given_terms = [terms_of(replica, seed, shapes, dtypes) for replica in range(replicas)]
     expected = left_fold(given_terms, mean, dtype)
     given_terms = [[one.contiguous() for one in mine] for mine in given_terms]
     real = [[torch.view_as_real(one) if one.is_complex() else one for one in mine] for mine in given_terms]
     buckets = make_buckets([(one.numel(), one.element_size(), one.dtype) for one in real[0]], limit)
-    ranks = [
-        Terms(mine.__getitem__, mine, buckets, replicas, rank, mean, SpareMemory(), dtype) for rank, mine in enumerate(real)
-    ]
-    waiting = [one for one in algorithm(replicas, len(buckets) * replicas, None) if ranks[0].size(one.value.part)]
-    order = random.Random(seed)
-    # Each message leaves as soon as its source can make it; which of these is next is drawn. A copy is sent, as by a wire.
-    while waiting:
-        possible = [one for one in waiting if ranks[one.source].has(one.value)]
-        assert possible, f"nobody can send: {waiting}"
-        message = order.choice(possible)
-        waiting.remove(message)
-        sent = ranks[message.source].value(message.value).clone()
-        arrived = ranks[message.destination].place(message.value)
-        arrived.copy_(sent)
-        ranks[message.destination].arrived(message.value, arrived)
-    for rank in ranks:
-        for bucket in range(len(buckets)):
-            rank.end_bucket(bucket)
+    ranks: list[Moves] = []
+    for rank, mine in enumerate(real):
+        terms = Terms(mine.__getitem__, mine, buckets, replicas, rank, mean, SpareMemory(), dtype)
+        messages = [
+            message
+            for message in algorithm(replicas, len(buckets) * replicas, None)
+            if rank in (message.source, message.destination) and terms.size(message.value.part)
+        ]
+        ranks.append(Moves(terms, messages, rank, terms.end_bucket, in_rounds=in_rounds))
+    if replicas > 1:
+        move_in_any_order(ranks, random.Random(seed))
     for mine in given_terms:
         assert all(same_bits(one, other) for one, other in zip(mine, expected, strict=True))
+
+
+@given(cases(), algorithms, st.sampled_from((None, torch.float32)), st.booleans())
+@settings(max_examples=40, deadline=None)
+def test_any_order_of_arrival_gives_the_left_fold(
+    case: tuple[Any, ...], algorithm: Algorithm, dtype: torch.dtype | None, in_rounds: bool
+) -> None:
+    check_sum(case, algorithm, dtype, in_rounds=in_rounds)
+
+
+def two_owners(replicas: int, parts: int, rank: int | None) -> Iterator[TermMessage]:
+    """Replicas 0 and 1 both add all terms, and the others have the results of replica 0."""
+    for part in range(parts):
+        for source, owner in ((source, owner) for source in range(replicas) for owner in (0, 1) if source != owner):
+            yield TermMessage(2 * part, source, owner, Value(part, source, source + 1))
+        for other in range(2, replicas):
+            yield TermMessage(2 * part + 1, 0, other, Value(part, 0, replicas))
+
+
+@pytest.mark.parametrize("name", [*LATE, "two owners"])
+def test_results_are_made_over_terms_that_nobody_needs_any_more(name: str) -> None:
+    for seed in range(20):
+        case = (3 + seed % 5, [(90,), (7,)], [torch.float32] * 2, 64, seed % 2 == 0, seed)
+        check_sum(case, two_owners if name == "two owners" else with_late_rank(name, seed), None, in_rounds=False)
 
 
 def test_buckets_are_cut_at_tensors() -> None:
@@ -166,11 +231,12 @@ def sum_in_processes(rank: int) -> list[str]:
         ways = [
             (index, one, limit, dtype)
             for index, limit in ((0, None), (0, 4096), (1, 4096))
-            for one in ALGORITHMS
+            for one in (*ALGORITHMS, *(LATE if limit else ()))
             for dtype in (None, torch.float32)
         ]
         for index, name, limit, dtype in ways if rank < replicas else []:
-            total = GroupSum(groups[index], algorithm=ALGORITHMS[name], limit=limit, dtype=dtype)
+            algorithm = ALGORITHMS.get(name) or with_late_rank(name, 1)
+            total = GroupSum(groups[index], algorithm=algorithm, limit=limit, dtype=dtype)
             total._through_host = index == 0
             for seed in range(2):  # the second one uses memory again
                 mine = terms_of(rank, seed, shapes, dtypes)
@@ -191,6 +257,55 @@ def sum_in_processes(rank: int) -> list[str]:
 @pytest.mark.processes
 def test_processes_get_the_left_fold() -> None:
     assert run_processes(sum_in_processes, 4) == [[]] * 4
+
+
+PAUSE = 1.0
+
+
+def sum_with_a_late_rank(rank: int, late: int) -> tuple[list[float], list[str]]:
+    """When a rank has handled each message of a sum of three buckets, and whose messages they were.
+
+    The late one begins after a pause. Rank 0 has the terms of its last bucket later still.
+    """
+    dist.init_process_group("gloo")
+    group = new_group(Members("late", rank, 4))
+    total = GroupSum(group, algorithm=with_late_rank("streamed", late), limit=64)
+    engine: Any = Moves
+    handle, handled, began = engine.handle, list[tuple[float, str]](), 0.0
+
+    def recorded(moves: Moves, message: TermMessage, tensor: Tensor) -> None:
+        handled.append((time.monotonic() - began, f"{message.source}>{message.destination}"))
+        handle(moves, message, tensor)
+
+    engine.handle = recorded
+    terms = [torch.full((16,), float(rank)) for _ in range(3)]
+
+    def term(number: int) -> Tensor:
+        time.sleep(PAUSE if rank == 0 and number == 2 else 0.0)
+        return terms[number]
+
+    total.combine([torch.zeros(())], mean=False)  # connected
+    dist.barrier()
+    handled.clear()
+    began = time.monotonic()
+    time.sleep(2 * PAUSE if rank == late else 0.0)
+    total.combine_late(terms, term, mean=False)
+    assert all(one.eq(6.0).all() for one in terms)
+    dist.barrier()
+    return [seconds for seconds, _ in handled], [who for _, who in handled]
+
+
+@pytest.mark.processes
+def test_nobody_waits_for_a_late_rank_or_late_terms_who_can_do_something_else() -> None:
+    late = 3
+    for rank, (times, whose) in enumerate(run_processes(sum_with_a_late_rank, 4, late)):
+        if rank in (0, late):
+            continue
+        early = [who for seconds, who in zip(times, whose, strict=True) if seconds < 0.9 * PAUSE]
+        before = [who for seconds, who in zip(times, whose, strict=True) if seconds < 1.9 * PAUSE]
+        other = 3 - rank
+        assert early.count(f"{other}>{rank}") == 4 and early.count(f"{rank}>{other}") == 4, (rank, early)
+        assert before.count(f"0>{rank}") == 4, (rank, before)
 
 
 ROWS, STEPS, MICROBATCHES, REPLICAS, STAGES = 4, 2, 2, 3, 2

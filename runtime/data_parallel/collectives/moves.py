@@ -1,0 +1,155 @@
+"""The messages of one replica in a sum: which may begin by now, and what follows from those that have ended."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from typing import Final, Protocol
+
+from torch import Tensor
+
+from adaptra.collectives.rounds import TermMessage
+from adaptra.runtime.data_parallel.collectives.terms import Terms
+
+MOST_OPEN: Final = 2
+"""Messages of a lane under way. While one travels, its receiver already has a place for the next."""
+
+
+class Carrier(Protocol):
+    """What brings messages to other replicas, and theirs here."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether :meth:`next` returns at once, as far as that is known."""
+        ...
+
+    def begin(self, messages: Sequence[tuple[TermMessage, Tensor]]) -> None:
+        """Begin to send values, or to receive them in the memory given."""
+        ...
+
+    def next(self) -> tuple[TermMessage, Tensor]:
+        """Wait for a message that has ended, in whatever order."""
+        ...
+
+
+class _MessageLane:
+    """Messages that begin one after the other.
+
+    Args:
+        waiting: Those that begin together, in the order of rounds.
+        most: How many of them may be under way.
+    """
+
+    def __init__(self, waiting: Iterable[tuple[TermMessage, ...]], most: float) -> None:
+        self.waiting = deque(waiting)
+        self.under_way = 0
+        self._most = most
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is one that waits for nothing but its values."""
+        return bool(self.waiting) and self.under_way < self._most
+
+
+class Moves:
+    """Begins the messages of one replica, in any order that gives the same sum, and handles those that have ended.
+
+    Messages to a peer begin in the order of rounds, and so do those from it. Such lanes don't wait for each other. So a peer
+    that is late, or slow, delays only what needs its values.
+
+    A replica's own term gives way to the part's result. The result is made only behind all sends of the term. It is received as
+    soon as they have begun if there is one: what arrives holds the term that was sent.
+
+    Args:
+        terms: The replica's values.
+        messages: Those that the replica sends or receives, by round.
+        rank: The replica.
+        end: Ends a bucket of which nothing is under way any more.
+        in_rounds: Whether a round's messages begin together, behind those of the rounds before.
+
+    Attributes:
+        left: By bucket, the messages that have not ended.
+    """
+
+    def __init__(
+        self, terms: Terms, messages: Sequence[TermMessage], rank: int, end: Callable[[int], object], *, in_rounds: bool
+    ) -> None:
+        self._terms = terms
+        self._rank = rank
+        self._end = end
+        self._in_rounds = in_rounds
+        self.left = Counter(terms.bucket(message.value) for message in messages)
+        # Sends that need the own term of a part: those that have not begun, and of the term itself those that have not ended.
+        self._needs = Counter(message.value.part for message in messages if self._needs_own(message))
+        self._sends = Counter(message.value.part for message in messages if self._is_own(message))
+        self._often = {part for part, count in self._sends.items() if count > 1}
+        lanes: defaultdict[tuple[int, int] | None, list[tuple[TermMessage, ...]]] = defaultdict(list)
+        for _, together in groupby(messages, key=lambda message: message.round if in_rounds else message):
+            first, *others = together
+            lanes[self._lane(first)].append((first, *others))
+        self._lanes = {lane: _MessageLane(waiting, len(waiting) if in_rounds else MOST_OPEN) for lane, waiting in lanes.items()}
+
+    def run(self, carrier: Carrier) -> None:
+        """Move all messages.
+
+        Raises:
+            RuntimeError: What the carrier raises of a message that failed.
+        """
+        while self.left:
+            self.begin(carrier)
+            assert any(lane.under_way for lane in self._lanes.values()), f"no message may begin; left: {self.left}"
+            self.handle(*carrier.next())
+
+    def begin(self, carrier: Carrier) -> None:
+        """Begin what may begin. Terms that may still be computed are asked for only where nothing else is to be done."""
+        while (lane := self._first_lane(may_open=False) or self._first_lane(may_open=not carrier.has_ended)) is not None:
+            messages = lane.waiting.popleft()
+            lane.under_way += len(messages)
+            carrier.begin([(message, self._tensor(message)) for message in messages])
+            for message in filter(self._needs_own, messages):
+                self._needs[message.value.part] -= 1
+
+    def handle(self, message: TermMessage, tensor: Tensor) -> None:
+        """Record a message that has ended, and its value."""
+        self._lanes[self._lane(message)].under_way -= 1
+        if message.destination == self._rank:
+            self._terms.arrived(message.value, tensor)
+        elif self._is_own(message):
+            self._sends[message.value.part] -= 1
+        bucket = self._terms.bucket(message.value)
+        self.left[bucket] -= 1
+        if not self.left[bucket]:
+            del self.left[bucket]
+            self._end(bucket)
+
+    def _first_lane(self, *, may_open: bool) -> _MessageLane | None:
+        """Return the lane of the earliest round whose messages may begin."""
+        lanes = [
+            lane
+            for lane in self._lanes.values()
+            if lane.has_room and all(self._may_begin(message, may_open) for message in lane.waiting[0])
+        ]
+        return min(lanes, key=lambda lane: lane.waiting[0][0].round, default=None)
+
+    def _may_begin(self, message: TermMessage, may_open: bool) -> bool:
+        value, is_result = message.value, self._terms.is_result(message.value)
+        is_open = self._terms.is_open(value)
+        if is_result and self._needs[value.part]:
+            return False
+        if message.destination == self._rank:
+            return not is_result or (is_open and not (value.part in self._often and self._sends[value.part]))
+        return (is_open or may_open) and self._terms.has(value) and not (is_result and self._sends[value.part])
+
+    def _tensor(self, message: TermMessage) -> Tensor:
+        is_sent = message.source == self._rank
+        return self._terms.value(message.value) if is_sent else self._terms.place(message.value)
+
+    def _lane(self, message: TermMessage) -> tuple[int, int] | None:
+        return None if self._in_rounds else (message.source, message.destination)
+
+    def _needs_own(self, message: TermMessage) -> bool:
+        return message.source == self._rank and not self._terms.is_result(message.value)
+
+    def _is_own(self, message: TermMessage) -> bool:
+        return message.source == self._rank and (message.value.first, message.value.end) == (self._rank, self._rank + 1)
