@@ -115,12 +115,17 @@ class Reservation:
         pool = _pool_of_job()
         with _lock:
             pool.reserved += count
+        self._pool = pool
         self._end = weakref.finalize(self, _release, pool, count)
         self._end.atexit = False
-        while pool.excess < 0:
-            made = cloned(pool.groups)
+        self.fill()
+
+    def fill(self) -> None:
+        """Open clients in the place of those that have ended with a thread that waited on them. Any thread may call it."""
+        while self._pool.excess < 0:
+            made = cloned(self._pool.groups)
             with _lock:
-                pool.free.append(made)
+                self._pool.free.append(made)
 
     def end(self) -> None:
         """Close what nobody uses. May be called again."""
@@ -176,7 +181,7 @@ def client_of_groups() -> Store | None:
     if pool is None:
         return None
     if not _is_open(_connections.get(pool.groups, set())):
-        pool.groups = cloned(pool.groups)
+        pool.groups = _free(pool) or cloned(pool.groups)
     return pool.groups
 
 

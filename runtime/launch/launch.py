@@ -6,13 +6,15 @@ import logging
 import os
 import secrets
 import socket
+import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Final, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import DistError
 
 from adaptra.checks import nearest_multiple
 from adaptra.errors import LaunchError, OptionError, PeerLostError
@@ -345,7 +347,14 @@ class Job:
                 self.membership.lose(lost)
         if self.averages:
             self._join_everyone()
-        return self.connect(lambda: self._enter(world, f"{self._keys}/{world.epoch}"))
+        launched = self.connect(lambda: self._enter(world, f"{self._keys}/{world.epoch}"))
+        if self.keeper is not None and world.epoch:
+            threading.Thread(target=self._fill_spares, name="adaptra opens clients", daemon=True).start()
+        return launched
+
+    def _fill_spares(self) -> None:
+        with suppress(DistError):  # who needs the store finds it lost
+            self._spares.fill()
 
     def connect(self, make: Callable[[], T]) -> T:
         """Connect this rank to others; see :func:`.connecting.connect`."""
