@@ -1,10 +1,11 @@
 """Clients of the job's store that are open and that nobody uses: what needs one takes it, and gives it back.
 
-torch's store looks up the name of each host that connects to it, and answers nobody meanwhile. Where a name server loses a
-question, that lasts five seconds, in which no rank hears of another. So a process opens its clients once, before it is part of
-a job's heartbeats. What is built anew, such as transports and workers, then opens none.
+torch's store looks up the name of each host that connects to it, and answers nobody meanwhile. Its client does so too. Where a
+name server loses a question, that lasts five seconds, in which no rank hears of another. So a process opens its clients once,
+before it is part of a job's heartbeats. What is built anew, such as transports and workers, then opens none.
 
-A client that a thread may still wait on is not given back. It ends with its last user. So does one that nobody has reserved.
+A client that a thread may still wait on is not given back. It ends with its last user, and another is opened beside training.
+One that nobody has reserved ends too.
 """
 
 from __future__ import annotations

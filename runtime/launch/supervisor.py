@@ -200,8 +200,8 @@ def _end(context: PContext) -> None:
 
 
 def _store(port: int) -> TCPStore:
-    # torch's store looks up the name of each host that connects to it, and answers nobody meanwhile: five seconds for each
-    # question that a name server loses. This process needs no name any more, so it asks no server.
+    # torch's store looks up the name of each host that connects to it, and answers nobody meanwhile. That takes five seconds
+    # where a name server loses the question. This process needs no name any more, so it asks no server.
     if (configure := getattr(ctypes.CDLL(None), "__nss_configure_lookup", None)) is not None:  # glibc has it
         configure(b"hosts", b"files")
     try:

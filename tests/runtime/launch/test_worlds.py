@@ -45,8 +45,8 @@ def enter(rank: int, with_delegate: bool) -> tuple[int, int] | None:
     everyone = launched.everyone
     assert (everyone.rank(), everyone.size()) == (rank, RANKS)
     opened: list[object] = []
-    opens = spare_clients._open
-    spare_clients._open = lambda pool: opened.append(pool) or opens(pool)
+    opens = spare_clients.cloned
+    spare_clients.cloned = lambda client: opened.append(client) or opens(client)
     before = more = 0
     if rank != ABSENT:
         for epoch in range(1, EPOCHS):
