@@ -171,6 +171,11 @@ class Connection:
         """Append to a queue."""
         self._request(lambda client: client.queue_push(queue, value))
 
+    def give_up(self, error: DistError) -> None:
+        """End the connection for good: a request that is stuck raises this error, and so does every later one."""
+        self._lost = error
+        hang_up(self._client)
+
     def interrupt(self) -> None:
         """End the connection, so that a request that is stuck is made again over another one."""
         hang_up(self._client)

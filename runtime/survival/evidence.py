@@ -14,6 +14,7 @@ TCP would take as long again as the network was away to repeat what was under wa
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -33,6 +34,8 @@ SILENT_SECONDS: Final = 2.0
 """Seconds without an answer after which a process is frozen or cut off."""
 UNREACHED_SECONDS: Final = 10.0
 """The same for a process to which no question has ever got through."""
+CUT_OFF_SECONDS: Final = 60.0
+"""Seconds after which a process to which all others are silent gives up: they have long gone on without it."""
 _LEAST_QUESTIONS: Final = 3
 """Questions without an answer, beside that. One alone may be lost on its way."""
 _IDLE_SECONDS: Final = 0.5
@@ -61,6 +64,7 @@ class Evidence:
         address: A numeric address of this host on which others reach it; None if it has none.
         on_end: Called from a thread when a launcher has told the end of another process, with how.
         on_return: Called from a thread when a process answers after all that were awaited had been silent.
+        on_cut_off: Called from a thread once all of them have been silent for :data:`CUT_OFF_SECONDS`.
 
     Raises:
         ControlError: An announcement is none.
@@ -75,9 +79,11 @@ class Evidence:
         address: str | None,
         on_end: Callable[[int, str], object] = _nothing,
         on_return: Callable[[], object] = _nothing,
+        on_cut_off: Callable[[], object] = _nothing,
     ) -> None:
         self._on_end = on_end
         self._on_return = on_return
+        self._on_cut_off = on_cut_off
         self._lock = threading.Condition()
         self._process = process
         self._told: dict[int, str] = {}
@@ -121,7 +127,8 @@ class Evidence:
         try:
             yield
         finally:
-            self._is_patient = False
+            with self._lock:
+                self._is_patient, self._awaited = False, {}
 
     def ended(self, process: int, how: str) -> None:
         """Take it for certain that a process has ended, and how, such as ``was ended by SIGKILL``."""
@@ -175,24 +182,31 @@ class Evidence:
 
     def _watch(self) -> None:
         is_asking = True  # each is asked once, to learn whether questions get through
-        is_back = False
+        act: Callable[[], object] = _nothing
+        cut_off_at = math.inf
         while True:
-            if is_back:
-                self._ends.interrupt()
-                self._on_return()
+            act()
+            act = _nothing
             with self._lock:
                 if self._is_closed:
                     return
                 was_cut_off, now = self._is_cut_off(), time.monotonic()
+                cut_off_at = min(cut_off_at, now) if was_cut_off else math.inf
                 awaited = self._awaited = self._awaited if was_cut_off else self._still_awaited(now)
                 self._awake_at = now
                 if self._questions is not None:
                     is_asking = self._questions.step(awaited)
-                is_back = was_cut_off and not self._is_cut_off()
-                if is_back:
+                if was_cut_off and not self._is_cut_off():
                     self._awaited = {}  # the others' answers are still on their way
+                    act = self._return
+                elif now - cut_off_at > CUT_OFF_SECONDS:
+                    cut_off_at, act = now, self._on_cut_off
                 else:
                     self._lock.wait(_ASKING_SECONDS if is_asking or awaited else _IDLE_SECONDS)
+
+    def _return(self) -> None:
+        self._ends.interrupt()
+        self._on_return()
 
 
 def _questions_of(address: str | None) -> DirectQuestions | None:

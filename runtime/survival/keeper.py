@@ -18,7 +18,7 @@ from adaptra.errors import ControlError, PeerLostError
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.control_store.stores import Connection, own_address
 from adaptra.runtime.survival.epochs import Epoch, leader
-from adaptra.runtime.survival.evidence import Evidence
+from adaptra.runtime.survival.evidence import CUT_OFF_SECONDS, Evidence
 from adaptra.runtime.survival.news import News
 from adaptra.runtime.survival.recovery import Recovery
 
@@ -66,7 +66,13 @@ class EpochKeeper:
         self._closed = False
         self._changed = threading.Condition()
         self._evidence = Evidence(
-            under("evidence", store), process, world.processes, own_address(store), self._hear_of_end, self._begin_anew
+            under("evidence", store),
+            process,
+            world.processes,
+            own_address(store),
+            on_end=self._hear_of_end,
+            on_return=self._begin_anew,
+            on_cut_off=self._give_up,
         )
         self._news = News(under("survival news", store), self._hear)
         self._thread = threading.Thread(target=self._run, name=f"adaptra rank {process} keeper", daemon=True)
@@ -189,6 +195,11 @@ class EpochKeeper:
         if self._recovery.why is not None:
             self._store.interrupt()
             self._news.interrupt()
+
+    def _give_up(self) -> None:
+        """End this process's part in the job, as it has been cut off for so long, or all others are frozen."""
+        if self._recovery.why is not None:
+            self._store.give_up(DistError(f"all other ranks have been silent for {CUT_OFF_SECONDS:.0f} s"))
 
     def _run(self) -> None:
         recovery = self._recovery
