@@ -1,7 +1,8 @@
 """Changes of links as people write them: ``0-1 delay=30ms rate=100MB``, ``1>0 loss=0.01``, ``all down``, ``0-1/1 reset``.
 
-First which links, then what becomes of them. ``0-1`` is both directions between two hosts, ``0>1`` one, ``all`` every pair;
-``/1`` behind it names one of several rails. What is one or several of
+First which links, then what becomes of them. ``0-1`` is both directions between two hosts, ``0>1`` one, ``all`` every pair.
+``2`` is the port of a host, which all its links share, ``2>`` what leaves it, and ``>2`` what reaches it. Only its rate and its
+queue change. ``/1`` behind any of them names one of several rails. What is one or several of
 
 - ``delay=``: one way; ``us``, ``ms`` or ``s``
 - ``rate=``: bytes per second; ``KB``, ``MB``, ``GB``; 0 is no limit
@@ -29,20 +30,32 @@ def parse(text: str, hosts: int, rails: int) -> list[str]:
     if not words:
         raise ValueError(f"{text!r}: expected links and what becomes of them, such as '0-1 delay=30ms'")
     changes = [_change(word) for word in words]
-    return [f"{link} {change}" for link in _links(where, hosts, rails) for change in changes]
+    links = _links(where, hosts, rails)
+    if "*" in links[0] and any(change.split()[0] not in ("rate", "queue") for change in changes):
+        raise ValueError(f"{text!r}: expected rate= or queue= of a port")
+    return [f"{link} {change}" for link in links for change in changes]
 
 
 def _links(text: str, hosts: int, rails: int) -> list[str]:
-    found = re.fullmatch(r"(?:all|(\d+)([->])(\d+))(?:/(\d+))?", text)
-    if found is None:
-        raise ValueError(f"{text!r}: expected links, such as '0-1', '0>1', 'all' or '0-1/1'")
-    first, direction, second, rail = found.groups()
-    if first is None:
-        pairs = [(source, target) for source in range(hosts) for target in range(hosts) if source != target]
+    where, slash, rail = text.partition("/")
+    if where == "all":
+        pairs = [(f"{source}", f"{target}") for source in range(hosts) for target in range(hosts) if source != target]
+    elif found := re.fullmatch(r"(\d+)([->])(\d+)", where):
+        first, direction, second = found.groups()
+        pairs = [(first, second)] if direction == ">" else [(first, second), (second, first)]
+    elif found := re.fullmatch(r"(>?)(\d+)(>?)", where):
+        reaches, port, leaves = found.groups()
+        pairs = [*([] if reaches else [(port, "*")]), *([] if leaves else [("*", port)])]
     else:
-        pairs = [(int(first), int(second))] if direction == ">" else [(int(first), int(second)), (int(second), int(first))]
-    on = range(rails) if rail is None else (int(rail),)
-    if any(host >= hosts for pair in pairs for host in pair) or max(on) >= rails or any(a == b for a, b in pairs):
+        pairs = []
+    if not pairs or (slash and not rail.isdecimal()):
+        raise ValueError(f"{text!r}: expected links, such as '0-1', '0>1', 'all' or '0-1/1', or a port: '2', '2>' or '>2'")
+    on = [int(rail)] if slash else range(rails)
+    if (
+        any(int(host) >= hosts for pair in pairs for host in pair if host != "*")
+        or max(on) >= rails
+        or any(a == b for a, b in pairs)
+    ):
         raise ValueError(f"{text!r}: expected two of the hosts 0..{hosts - 1} and one of the rails 0..{rails - 1}")
     return [f"{source} {target} {one}" for source, target in pairs for one in on]
 

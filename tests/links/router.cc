@@ -8,7 +8,8 @@
 // process.
 //
 // The socket FOLDER/control takes changes, one in a message: `FROM TO RAIL WHAT VALUE`. It answers with an empty message or
-// with what is wrong. WHAT is:
+// with what is wrong. With `*` for one of the hosts it is the other's port, which all that it sends or receives shares. WHAT
+// is:
 //
 //   delay: seconds.
 //   rate: bytes per second, 0 for no limit.
@@ -38,6 +39,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <limits>
 #include <memory>
 #include <random>
 #include <sstream>
@@ -64,7 +66,13 @@ Result check(Result result, const char* what) {
 class Router {
  public:
   Router(std::size_t hosts, std::size_t rails, std::filesystem::path folder)
-      : hosts_(hosts), rails_(rails), folder_(std::move(folder)), links_(hosts * hosts * rails), resets_(links_.size()) {
+      : hosts_(hosts),
+        rails_(rails),
+        folder_(std::move(folder)),
+        links_(hosts * hosts * rails),
+        leaving_(hosts * rails),
+        arriving_(hosts * rails),
+        resets_(links_.size()) {
     for (std::size_t host = 0; host < hosts; ++host) make_host();
     control_ = check(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), "socket");
     sockaddr_un address{};
@@ -89,7 +97,10 @@ class Router {
         if (polled[2 + end].revents != 0) take_in(end);
       }
       // A change holds for packets that are sent after it, so those from before come first.
-      if (polled[1].revents != 0) apply_change();
+      if (polled[1].revents != 0) {
+        let_out();
+        apply_change();
+      }
     }
   }
 
@@ -142,17 +153,35 @@ class Router {
     return resets_[(std::min(from, to) * hosts_ + std::max(from, to)) * rails_ + rail];
   }
 
-  // Packets whose time has come; when the next one's does.
+  // Packets whose time has come go on: by their sender's port, the link, and their receiver's port. When the next one's does.
   Clock::time_point let_out() {
     auto next = Clock::time_point::max();
     const auto now = Clock::now();
+    const auto pass = [&](Link& from, const auto& go_on) {
+      while (from.next() <= now) {
+        const auto due = from.next();
+        go_on(from.leave(), due);
+      }
+      next = std::min(next, from.next());
+    };
+    for (std::size_t end = 0; end < tuns_.size(); ++end) {
+      pass(leaving_[end], [&](Packet packet, Clock::time_point due) {
+        const std::size_t to = receiver(Segment(packet));
+        link(end / rails_, to, end % rails_).enter(std::move(packet), due, random_);
+      });
+    }
     for (std::size_t k = 0; k < links_.size(); ++k) {
-      Link& link = links_[k];
-      while (link.next() <= now) put(k / rails_ % hosts_ * rails_ + k % rails_, link.leave());
-      next = std::min(next, link.next());
+      pass(links_[k], [&](Packet packet, Clock::time_point due) {
+        arriving_[k / rails_ % hosts_ * rails_ + k % rails_].enter(std::move(packet), due, random_);
+      });
+    }
+    for (std::size_t end = 0; end < tuns_.size(); ++end) {
+      pass(arriving_[end], [&](const Packet& packet, Clock::time_point) { put(end, packet); });
     }
     return next;
   }
+
+  static std::size_t receiver(const Segment& segment) { return (ntohl(segment.ip->daddr) & 0xff) - 1U; }
 
   // A packet that the host's kernel has no room for is lost, as it is in a network card.
   void put(std::size_t end, const Packet& packet) {
@@ -176,13 +205,13 @@ class Router {
       }
       const Segment segment(packet);
       if (segment.ip == nullptr) continue;
-      const std::size_t to = (ntohl(segment.ip->daddr) & 0xff) - 1U;
+      const std::size_t to = receiver(segment);
       if (to >= hosts_ || to == from) continue;
       if (is_to_be_reset(segment, from, to, rail)) {
         put(end, make_reset(segment, true));
         packet = make_reset(segment, false);
       }
-      link(from, to, rail).enter(std::move(packet), Clock::now(), random_);
+      leaving_[end].enter(std::move(packet), Clock::now(), random_);
     }
   }
 
@@ -209,13 +238,19 @@ class Router {
 
   [[nodiscard]] std::string change(const std::string& text) {
     std::istringstream words(text);
-    std::size_t from = 0, to = 0, rail = 0;
-    std::string what;
+    std::string of, on, what;
+    std::size_t rail = 0;
     double value = 0;
-    if (!(words >> from >> to >> rail >> what >> value)) return "'" + text + "': expected FROM TO RAIL WHAT VALUE";
-    if (from >= hosts_ || to >= hosts_ || from == to || rail >= rails_) {
-      return "'" + text + "': expected two of " + std::to_string(hosts_) + " hosts and one of " + std::to_string(rails_) +
-             " rails";
+    if (!(words >> of >> on >> rail >> what >> value)) return "'" + text + "': expected FROM TO RAIL WHAT VALUE";
+    const std::size_t from = host(of), to = host(on);
+    if (std::min(from, to) >= hosts_ || (from >= hosts_ && of != "*") || (to >= hosts_ && on != "*") || from == to ||
+        rail >= rails_) {
+      return "'" + text + "': expected two of " + std::to_string(hosts_) + " hosts, or one and '*', and one of " +
+             std::to_string(rails_) + " rails";
+    }
+    if (of == "*" || on == "*") {
+      Link& port = on == "*" ? leaving_[from * rails_ + rail] : arriving_[to * rails_ + rail];
+      return port.change(what, value) ? "" : "'" + what + "': expected rate or queue";
     }
     if (what == "reset") {
       resets(from, to, rail) = {true, {}};
@@ -224,11 +259,17 @@ class Router {
     return link(from, to, rail).change(what, value) ? "" : "'" + what + "': expected delay, rate, loss, queue, up or reset";
   }
 
+  // A host by its number; more than any for other text.
+  static std::size_t host(const std::string& text) {
+    const bool is_number = !text.empty() && text.size() < 4 && text.find_first_not_of("0123456789") == std::string::npos;
+    return is_number ? std::stoul(text) : std::numeric_limits<std::size_t>::max();
+  }
+
   const std::size_t hosts_, rails_;
   const std::filesystem::path folder_;
   std::vector<int> namespaces_, tuns_;
   int control_ = -1;
-  std::vector<Link> links_;
+  std::vector<Link> links_, leaving_, arriving_;  // the latter two by host and rail
   std::vector<Resets> resets_;
   std::unique_ptr<char[]> room_;  // where the next packet is read
   std::mt19937 random_;

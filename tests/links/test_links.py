@@ -7,7 +7,7 @@ from pathlib import Path
 
 import link_changes
 import pytest
-from link_bodies import changed_midway, how_it_sends, one_way, stream, unheard
+from link_bodies import changed_midway, how_it_sends, one_way, spread, stream, unheard
 from linked_hosts import STEADY, LinkedHosts
 from paths import LINKS
 
@@ -22,6 +22,9 @@ LAUNCH = [sys.executable, str(LINKS / "launch.py")]
         ("all/1 down", ["0 1 1 up 0", "1 0 1 up 0"]),
         ("0-1/1 reset up", ["0 1 1 reset 1", "0 1 1 up 1", "1 0 1 reset 1", "1 0 1 up 1"]),
         ("1>0/0 delay=200us queue=16MB", ["1 0 0 delay 0.0002", "1 0 0 queue 16000000"]),
+        ("0 rate=1MB", ["0 * 0 rate 1000000", "* 0 0 rate 1000000"]),
+        ("1>/1 queue=1KB", ["1 * 1 queue 1000"]),
+        (">1/0 queue=1KB", ["* 1 0 queue 1000"]),
     ],
 )
 def test_changes_are_read(text: str, commands: list[str]) -> None:
@@ -34,6 +37,11 @@ def test_changes_are_read(text: str, commands: list[str]) -> None:
     [
         ("0-1", "expected links and what becomes of them"),
         ("0+1 up", "expected links, such as '0-1'"),
+        ("- up", "expected links, such as '0-1'"),
+        (">0> rate=1MB", "expected links, such as '0-1'"),
+        ("0-1/ up", "expected links, such as '0-1'"),
+        ("2 rate=1MB", "expected two of the hosts 0..1"),
+        ("0 delay=1ms", "expected rate= or queue= of a port"),
         ("0-2 up", "expected two of the hosts 0..1"),
         ("1-1 up", "expected two of the hosts 0..1"),
         ("0-1/1 up", "one of the rails 0..0"),
@@ -77,6 +85,15 @@ def test_a_rate_is_not_exceeded_and_nothing_is_changed_on_the_way(linked_hosts: 
     with linked_hosts(2, "0>1 rate=20MB delay=1ms") as hosts:
         _, took = hosts.call(stream, hosts.address(0), size)
     assert took >= 0.9 * size / 20e6
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("port", ["0>", ">0"])
+def test_all_links_of_a_host_share_its_port(port: str, linked_hosts: type[LinkedHosts]) -> None:
+    size = 2 << 20
+    with linked_hosts(3, f"{port} rate=20MB") as hosts:
+        took = hosts.call(spread, hosts.address(0), size, port == ">0")
+    assert max(took) >= 0.9 * 2 * size / 20e6
 
 
 @pytest.mark.root

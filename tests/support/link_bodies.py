@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import struct
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -100,6 +101,34 @@ def changed_midway(rank: int, address: str, changes: Sequence[str], control: str
             if rank == 0:
                 found.append(time.monotonic() - started)
     return found
+
+
+def spread(rank: int, address: str, count: int, gathers: bool) -> float:
+    """The seconds in which rank 0 sends so many bytes to each other rank at once, or they to it."""
+    if rank:
+        with connect(address) as connection:
+            connection.settimeout(20)
+            began = time.monotonic()
+            if gathers:
+                connection.sendall(bytes(count))
+                connection.shutdown(socket.SHUT_WR)
+            received = receive(connection, 1 if gathers else count)
+            return time.monotonic() - began if received else 0.0
+    with socket.create_server((address, PORT)) as listener:
+        connections = [listener.accept()[0] for _ in range(2)]
+
+    def serve(connection: socket.socket) -> None:
+        with connection:
+            if gathers:
+                receive(connection, count)
+            connection.sendall(bytes(1 if gathers else count))
+
+    threads = [threading.Thread(target=serve, args=(connection,)) for connection in connections]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return 0.0
 
 
 def unheard(rank: int, address: str, control: str) -> list[str] | None:
