@@ -116,17 +116,19 @@ class Reservation:
         pool = _pool_of_job()
         with _lock:
             pool.reserved += count
-        self._pool = pool
         self._end = weakref.finalize(self, _release, pool, count)
         self._end.atexit = False
         self.fill()
 
     def fill(self) -> None:
         """Open clients in the place of those that have ended with a thread that waited on them. Any thread may call it."""
-        while self._pool.excess < 0:
-            made = cloned(self._pool.groups)
+        if (found := self._end.peek()) is None:
+            return
+        pool: _Clients = found[2][0]  # which this may not keep alive
+        while pool.excess < 0:
+            made = cloned(pool.groups)
             with _lock:
-                self._pool.free.append(made)
+                pool.free.append(made)
 
     def end(self) -> None:
         """Close what nobody uses. May be called again."""
