@@ -20,9 +20,6 @@ from adaptra.collectives.algorithms import LATE, sum_messages
 from adaptra.collectives.rounds import ALGORITHMS, Algorithm, TermMessage
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 
-_BUCKETS = 16
-"""The more there are, the less the last part's rounds weigh."""
-
 
 def algorithm_of(name: str, late: list[int]) -> Algorithm:
     """An algorithm in which these ranks are late, if there are such."""
@@ -35,12 +32,13 @@ def algorithm_of(name: str, late: list[int]) -> Algorithm:
     return messages
 
 
-def measure(rank: int, algorithms: list[str], late: list[int], size: int, delay: float, runs: int) -> list[float]:
+def measure(rank: int, algorithms: list[str], late: list[int], sizes: list[int], delay: float, runs: int) -> list[float]:
     """The smallest seconds of each algorithm, and of gloo."""
     group = dist.group.WORLD
     assert group is not None, "the ranks have joined"
+    size, limit = sizes
     values = torch.randn(size // 4)
-    sums = [GroupSum(group, algorithm=algorithm_of(name, late), limit=size // _BUCKETS) for name in algorithms]
+    sums = [GroupSum(group, algorithm=algorithm_of(name, late), limit=limit) for name in algorithms]
     works: list[Callable[[], object]] = [lambda one=one: one.combine([values], mean=False) for one in sums]
     works.append(lambda: dist.all_reduce(values, group=group))
     seconds = [math.inf] * len(works)
@@ -64,6 +62,7 @@ def main() -> int:
     arguments.add_argument("--ranks", type=int, default=4)
     arguments.add_argument("--late", type=int, nargs="*", default=[1], help="ranks that are late; none without a number")
     arguments.add_argument("--megabytes", type=float, default=8.0, help="of the sum")
+    arguments.add_argument("--buckets", type=int, default=16, help="the more, the less the last part's rounds weigh")
     arguments.add_argument("--rate", type=float, default=25.0, help="of each port each way, MB/s")
     arguments.add_argument("--algorithms", nargs="+", default=["direct", "streamed"], choices=[*ALGORITHMS, *LATE])
     arguments.add_argument("--runs", type=int, default=5)
@@ -71,7 +70,7 @@ def main() -> int:
     size = int(given.megabytes * 1e6) // 4 * 4
     shortest = size / (given.rate * 1e6)
     ports = [f"{host} rate={given.rate:g}MB" for host in range(given.ranks)]
-    how = given.algorithms, given.late, size, 2 * shortest, given.runs
+    how = given.algorithms, given.late, [size, size // given.buckets], 2 * shortest, given.runs
     *ours, gloo = run_on_hosts(measure, given.ranks, ports, *how, steady=True)
     named = ", ".join(map(str, given.late)) or "nobody"
     rows = [
