@@ -73,6 +73,7 @@ def test_no_source_needs_the_header_of_libibverbs() -> None:
     assert not [path for path in sources if "<infiniband/" in path.read_text()]
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.processes
 def test_a_wheel_runs_where_nothing_else_is_installed(tmp_path: Path) -> None:
     (tmp_path / "dist").mkdir()
