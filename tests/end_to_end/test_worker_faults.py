@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.processes, pytest.mark.alone]
 
 ROWS, STEPS = 8, 7
 # Above what anything takes by itself, and below what the faults add: clocks of two processes differ by what was estimated.
-SLOW, LATE, FROZEN = 0.03, 0.08, 2.0
-FAULTS = ("slow 1.1 50ms @1..3", "delay 0-1@replica0 150ms @1..3", "freeze 0.1 @3:1F0 3s", "slow 1.1 50ms @5")
+SLOW, LATE, FROZEN = 0.03, 0.08, 1.5
+FAULTS = ("slow 1.1 50ms @1..3", "delay 0-1@replica0 150ms @1..3", "freeze 0.1 @3:1F0 2s", "slow 1.1 50ms @5")
 CHANGE = 4
 
 
