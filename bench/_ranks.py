@@ -31,11 +31,16 @@ WIDTH = 16
 """Width of the small model: a few hundred multiplications per layer, so that its arithmetic hardly counts."""
 
 
-def run_on_ranks(measure: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
-    """Run ``measure(rank, *arguments)`` on every rank of a gloo group, one process each, and return rank 0's result."""
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def run_on_ranks(measure: Callable[..., Any], ranks: int, *arguments: Any) -> Any:
+    """Run ``measure(rank, *arguments)`` on every rank of a gloo group, one process each, and return rank 0's result."""
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.json"
         multiprocessing.start_processes(

@@ -14,7 +14,6 @@ import math
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
+from _ranks import free_port
 from _survivor import How, Seen
 from _table import Row, parser, print_rows
 
@@ -89,10 +89,8 @@ def run_by_agents(how: How) -> Ran | None:
 
     An agent ends its node's processes once one has ended. Those that are left wait minutes for it, so they are ended here.
     """
-    with tempfile.TemporaryDirectory() as name, socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        address = ["--master-addr=127.0.0.1", f"--master-port={bound.getsockname()[1]}"]
-        bound.close()
+    with tempfile.TemporaryDirectory() as name:
+        address = ["--master-addr=127.0.0.1", f"--master-port={free_port()}"]
         folder, per_node = Path(name), how.size[0] * how.size[1] // _NODES
         (folder / "how.json").write_text(json.dumps(asdict(how)))
         script = str(Path(__file__).resolve().parent / "_survivor.py")

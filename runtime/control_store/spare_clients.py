@@ -137,16 +137,14 @@ class Reservation:
 
 def take(store: Store) -> Store | None:
     """Return a client for a store's keys, which the caller gives back; None if the store is not the job's."""
-    pool = _pools.get(_address(store))
-    if pool is None or not _is_of(pool, store):
-        return None
-    return over(store, _lend(pool, _free(pool) or cloned(pool.groups)))
+    pool = _pool_of(store)
+    return None if pool is None else over(store, _lend(pool, _free(pool) or cloned(pool.groups)))
 
 
 def take_free(store: Store) -> Store | None:
     """Return a client as :func:`take` does, but for one that is not open yet."""
-    pool = _pools.get(_address(store))
-    client = None if pool is None or not _is_of(pool, store) else _free(pool)
+    pool = _pool_of(store)
+    client = None if pool is None else _free(pool)
     return None if pool is None or client is None else over(store, _lend(pool, client))
 
 
@@ -238,12 +236,13 @@ def _lend(pool: _Clients, client: Store) -> Store:
     return client
 
 
-def _is_of(pool: _Clients, store: Store) -> bool:
-    client = client_of(store)
-    if client in pool.lent:
-        return True
+def _pool_of(store: Store) -> _Clients | None:
+    """Return the pool whose clients a store is had over; None if it is not the job's."""
+    pool, client = _pools.get(_address(store)), client_of(store)
+    if pool is None or client in pool.lent:
+        return pool
     # A pool may outlive its job's default group until the collector runs. Then no other store can be the job's.
-    return dist.group.WORLD is not None and client is _job_store()
+    return pool if dist.group.WORLD is not None and client is _job_store() else None
 
 
 def _job_store() -> Store:

@@ -93,7 +93,6 @@ class Recovery:
     def decide(self, store: Connection, gone: Mapping[int, str]) -> str | None:
         """Return the record to publish. None if a lower process decides, or one that is left has not said anything.
 
-
         Only who decides reads what others have said. It asks for all that are left at once, so a store that is late costs it
         the same for any number of them.
         """
