@@ -105,7 +105,7 @@ def run_processes(
     port = free_port()
     processes, ends = [], []
     for rank in range(world_size):
-        ours, theirs = context.Pipe(duplex=False)
+        ours, theirs = context.Pipe()
         given = (theirs, function, rank, world_size, port, is_on_cuda, args)
         process = context.Process(target=_run, args=given, daemon=True)
         process.start()
@@ -195,4 +195,8 @@ def _run(
     except BaseException:
         outcome = Outcome(error=traceback.format_exc())
     end.send(outcome)
+    if rank == 0:
+        # The job's store is here, and another rank may be about to read from it: whoever called ends this one after them.
+        with contextlib.suppress(EOFError, OSError):
+            end.recv()
     end.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
@@ -39,17 +40,15 @@ class _MessageLane:
     Args:
         waiting: Those that begin together, in the order of rounds.
         most: How many of them may be under way.
+
+    Attributes:
+        under_way: How many of them are.
     """
 
     def __init__(self, waiting: Iterable[tuple[TermMessage, ...]], most: float) -> None:
         self.waiting = deque(waiting)
         self.under_way = 0
-        self._most = most
-
-    @property
-    def has_room(self) -> bool:
-        """Whether there is one that waits for nothing but its values."""
-        return bool(self.waiting) and self.under_way < self._most
+        self.most = most
 
 
 class Moves:
@@ -103,7 +102,7 @@ class Moves:
 
     def begin(self, carrier: Carrier) -> None:
         """Begin what may begin. Terms that may still be computed are asked for only where nothing else is to be done."""
-        while (lane := self._first_lane(may_open=False) or self._first_lane(may_open=not carrier.has_ended)) is not None:
+        while (lane := self._first_lane(carrier)) is not None:
             messages = lane.waiting.popleft()
             lane.under_way += len(messages)
             carrier.begin([(message, self._tensor(message)) for message in messages])
@@ -123,23 +122,28 @@ class Moves:
             del self.left[bucket]
             self._end(bucket)
 
-    def _first_lane(self, *, may_open: bool) -> _MessageLane | None:
-        """Return the lane of the earliest round whose messages may begin."""
-        lanes = [
-            lane
-            for lane in self._lanes.values()
-            if lane.has_room and all(self._may_begin(message, may_open) for message in lane.waiting[0])
-        ]
-        return min(lanes, key=lambda lane: lane.waiting[0][0].round, default=None)
+    def _first_lane(self, carrier: Carrier) -> _MessageLane | None:
+        """Return the lane whose messages may begin: of those that ask for no terms, else of all, that of the earliest round."""
+        first: _MessageLane | None = None
+        order = True, math.inf
+        for lane in self._lanes.values():  # a loop: a step of a small model asks this dozens of times
+            if lane.waiting and lane.under_way < lane.most:
+                begin_next = lane.waiting[0]
+                its_order = any(map(self._asks_for_terms, begin_next)), begin_next[0].round
+                if its_order < order and all(map(self._may_begin, begin_next)):
+                    first, order = lane, its_order
+        return None if order[0] and carrier.has_ended else first
 
-    def _may_begin(self, message: TermMessage, may_open: bool) -> bool:
+    def _may_begin(self, message: TermMessage) -> bool:
         value, is_result = message.value, self._terms.is_result(message.value)
-        is_open = self._terms.is_open(value)
         if is_result and self._needs[value.part]:
             return False
         if message.destination == self._rank:
-            return not is_result or (is_open and not (value.part in self._often and self._sends[value.part]))
-        return (is_open or may_open) and self._terms.has(value) and not (is_result and self._sends[value.part])
+            return not is_result or (self._terms.is_open(value) and not (value.part in self._often and self._sends[value.part]))
+        return self._terms.has(value) and not (is_result and self._sends[value.part])
+
+    def _asks_for_terms(self, message: TermMessage) -> bool:
+        return message.source == self._rank and not self._terms.is_open(message.value)
 
     def _tensor(self, message: TermMessage) -> Tensor:
         is_sent = message.source == self._rank
