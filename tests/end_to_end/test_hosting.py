@@ -302,7 +302,6 @@ def test_what_a_job_with_guests_can_not_do_is_refused_in_words() -> None:
 
 def lose(rank: int, victim: int) -> tuple[str, int | None, str]:
     import os
-    import time
 
     import torch.distributed as dist
     from models import EXAMPLES
@@ -319,8 +318,6 @@ def lose(rank: int, victim: int) -> tuple[str, int | None, str]:
                     os._exit(1)
                 pipe.step(*args, **kwargs)
         except Exception as error:
-            if rank == 0:  # which has the store
-                time.sleep(3)
             return type(error).__name__, getattr(error, "rank", None), str(error)
     raise AssertionError("the loss was not noticed")
 

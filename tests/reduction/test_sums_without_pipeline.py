@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -248,7 +247,6 @@ def lose(rank: int, number: int, sent: int) -> list[tuple[str, int | None]]:
             assert tensor.eq(3.0).all(), "a torn sum"
         except PeerLostError as error:
             ends.append((str(error), error.rank))
-    time.sleep(0.3)  # the store is here
     return ends
 
 

@@ -84,6 +84,7 @@ def run_processes(
     timeout: float = 150.0,
     may_die: tuple[int, ...] = (),
     is_fresh: bool = False,
+    store_stays: bool = True,
 ) -> list[Any]:
     """Call ``function(rank, *args)`` in ``world_size`` processes, with RANK, WORLD_SIZE and MASTER_* set.
 
@@ -93,6 +94,7 @@ def run_processes(
         timeout: Seconds after which all that is left is killed.
         may_die: Ranks whose death is part of the test; their value is None. They may not raise an error instead.
         is_fresh: Whether each process starts an interpreter of its own, as launchers do. The order of sets then differs.
+        store_stays: Whether rank 0, which has a job's store, ends only after the others have returned.
 
     Returns:
         What each rank returned.
@@ -106,7 +108,7 @@ def run_processes(
     processes, ends = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe()
-        given = (theirs, function, rank, world_size, port, is_on_cuda, args)
+        given = (theirs, function, rank, world_size, port, is_on_cuda, store_stays and rank == 0, args)
         process = context.Process(target=_run, args=given, daemon=True)
         process.start()
         theirs.close()
@@ -182,6 +184,7 @@ def _run(
     world_size: int,
     port: int,
     is_on_cuda: bool,
+    stays: bool,
     args: tuple[Any, ...],
 ) -> None:
     os.environ.pop("PYTHONPATH", None)
@@ -195,8 +198,7 @@ def _run(
     except BaseException:
         outcome = Outcome(error=traceback.format_exc())
     end.send(outcome)
-    if rank == 0:
-        # The job's store is here, and another rank may be about to read from it: whoever called ends this one after them.
+    if stays:  # until whoever called ends it: another rank may be about to read from the store
         with contextlib.suppress(EOFError, OSError):
             end.recv()
     end.close()
