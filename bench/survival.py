@@ -30,6 +30,8 @@ _LONGEST = 600.0
 """Seconds after which a job hangs."""
 _APART = 3
 """Steps from one episode of a run to the next."""
+_TURNS = 4
+"""Healthy runs with survival, and as many without."""
 _NODES = 3
 _POINTS = ("op", "op", "op", "REDUCE", "certificate", "optimizer", "clip")
 
@@ -257,15 +259,25 @@ def break_calls(size: tuple[int, int, int], seconds: float, count: int, dice: ra
 
 
 def stay_healthy(size: tuple[int, int, int], seconds: float, steps: int) -> list[Row]:
-    """The rows of steps without a fault, with survival beside without."""
+    """The rows of steps without a fault, with survival beside without: runs in turn, as a machine's speed drifts."""
     rows: list[Row] = []
     for clips in (False, True):
         what = "step that clips" if clips else "step"
-        with_it, without = (run(How(size, seconds, steps, clips, on)) for on in (True, False))
-        assert with_it is not None and without is not None
-        ours, plain = (median(one.lowest.times[steps // 4 :]) * 1e3 for one in (with_it, without))
-        rows.append(Row(f"{what}, with survive beside without", ours, plain, "ms", steps))
-        rows.append(Row(f"{what}: other bits", int(with_it.lowest.state != without.lowest.state), 0, "", 1))
+        medians, different = list[tuple[float, float]](), 0
+        for turn in range(_TURNS):
+            ran = {on: run(How(size, seconds, steps, clips, on)) for on in ((True, False) if turn % 2 else (False, True))}
+            with_it, without = ran[True], ran[False]
+            assert with_it is not None and without is not None
+            ours, plain = (median(one.lowest.times[steps // 4 :]) * 1e3 for one in (with_it, without))
+            medians.append((ours, plain))
+            different += with_it.lowest.state != without.lowest.state
+        ours, plain = (median(each) for each in zip(*medians, strict=True))
+        ratio = median(ours / plain for ours, plain in medians)
+        rows += [
+            Row(f"{what}, with survive beside without", ours, plain, "ms", _TURNS * steps),
+            Row(f"{what}: median of the ratios in turn", ratio, 1.005, "", _TURNS),
+            Row(f"{what}: runs with other bits", different, 0, "", _TURNS),
+        ]
     return rows
 
 
@@ -276,7 +288,7 @@ def main() -> int:
     arguments.add_argument("--stages", type=int, default=4)
     arguments.add_argument("--microbatches", type=int, default=8)
     arguments.add_argument("--op-ms", type=float, default=10.0, help="duration of every emulated op, milliseconds")
-    arguments.add_argument("--steps", type=int, default=40, help="steps of the healthy runs")
+    arguments.add_argument("--steps", type=int, default=40, help="steps of each healthy run")
     arguments.add_argument("--breaks", type=int, default=20, help="calls that break, in one run of twice as many steps")
     arguments.add_argument("--kills", type=int, default=10, help="episodes of kills, several in each run")
     arguments.add_argument("--nodes", type=int, default=0, help="jobs of 2 x 3 ranks under torchrun's agents that lose a node")
