@@ -176,7 +176,8 @@ class GroupSum:
         # With these, who waits for the earliest message has nothing else to do: each part needs the terms of all.
         waits = None if algorithm in (direct, chain, to_owners) else self._waits
         carrier = GlooCarrier(self._group, self.tag, waits) if self._through_host else GroupCarrier(self._group)
-        Moves(terms, messages, self._rank, end, in_rounds=not self._through_host).run(carrier)
+        by_port = waits is not None
+        Moves(terms, messages, self._rank, end, in_rounds=not self._through_host, by_port=by_port).run(carrier)
         if carrier.works and not self._through_host and like is not None and like.is_cuda:
             self._unchecked.append((recorded(torch.cuda.current_stream(like.device)), carrier.works))
 

@@ -55,7 +55,8 @@ class Moves:
     """Begins the messages of one replica, in any order that gives the same sum, and handles those that have ended.
 
     Messages to a peer begin in the order of rounds, and so do those from it. Such lanes don't wait for each other. So a peer
-    that is late, or slow, delays only what needs its values.
+    that is late, or slow, delays only what needs its values. Where rounds count on late replicas, all sends are one lane: what
+    is sent at once shares a port, and then a part's turn comes later than in its round.
 
     A replica's own term gives way to the part's result. The result is made only behind all sends of the term. It is received as
     soon as they have begun if there is one: what arrives holds the term that was sent.
@@ -66,24 +67,33 @@ class Moves:
         rank: The replica.
         end: Ends a bucket of which nothing is under way any more.
         in_rounds: Whether a round's messages begin together, behind those of the rounds before.
+        by_port: Whether all sends are one lane.
 
     Attributes:
         left: By bucket, the messages that have not ended.
     """
 
     def __init__(
-        self, terms: Terms, messages: Sequence[TermMessage], rank: int, end: Callable[[int], object], *, in_rounds: bool
+        self,
+        terms: Terms,
+        messages: Sequence[TermMessage],
+        rank: int,
+        end: Callable[[int], object],
+        *,
+        in_rounds: bool,
+        by_port: bool = False,
     ) -> None:
         self._terms = terms
         self._rank = rank
         self._end = end
         self._in_rounds = in_rounds
+        self._by_port = by_port
         self.left = Counter(terms.bucket(message.value) for message in messages)
         # Sends that need the own term of a part: those that have not begun, and of the term itself those that have not ended.
         self._needs = Counter(message.value.part for message in messages if self._needs_own(message))
         self._sends = Counter(message.value.part for message in messages if self._is_own(message))
         self._often = {part for part, count in self._sends.items() if count > 1}
-        lanes: defaultdict[tuple[int, int] | None, list[tuple[TermMessage, ...]]] = defaultdict(list)
+        lanes: defaultdict[tuple[int, int | None] | None, list[tuple[TermMessage, ...]]] = defaultdict(list)
         for _, together in groupby(messages, key=lambda message: message.round if in_rounds else message):
             first, *others = together
             lanes[self._lane(first)].append((first, *others))
@@ -149,8 +159,11 @@ class Moves:
         is_sent = message.source == self._rank
         return self._terms.value(message.value) if is_sent else self._terms.place(message.value)
 
-    def _lane(self, message: TermMessage) -> tuple[int, int] | None:
-        return None if self._in_rounds else (message.source, message.destination)
+    def _lane(self, message: TermMessage) -> tuple[int, int | None] | None:
+        if self._in_rounds:
+            return None
+        is_one_of_all = self._by_port and message.source == self._rank
+        return message.source, None if is_one_of_all else message.destination
 
     def _needs_own(self, message: TermMessage) -> bool:
         return message.source == self._rank and not self._terms.is_result(message.value)
