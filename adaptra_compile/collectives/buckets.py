@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 from adaptra.simulation.links import Link
@@ -33,8 +34,24 @@ class TensorRange:
     end: int
 
 
-Bucket = tuple[TensorRange, ...]
-"""Pieces of tensors of one kind that travel as one tensor, in this order."""
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Pieces of tensors of one kind that travel as one tensor.
+
+    Attributes:
+        pieces: The pieces in this order.
+        ends: The element behind each part, by its owner; empty if the parts are nearly equal.
+    """
+
+    pieces: tuple[TensorRange, ...]
+    ends: tuple[int, ...] = ()
+
+    def parts(self, replicas: int) -> list[slice]:
+        """Return the elements of each replica's part; a part may be empty."""
+        count = sum(one.end - one.begin for one in self.pieces)
+        if not self.ends:
+            return [part_of(count, replicas, index) for index in range(replicas)]
+        return [slice(begin, end) for begin, end in zip((0, *self.ends), self.ends, strict=False)]
 
 
 def bucket_bytes(replicas: int) -> int:
@@ -75,7 +92,7 @@ def make_buckets(tensors: Sequence[tuple[int, int, Hashable]], limit: int) -> li
     def close() -> None:
         nonlocal current, used
         if current:
-            buckets.append(tuple(current))
+            buckets.append(Bucket(tuple(current)))
         current, used = [], 0
 
     for number, (count, width, shared) in enumerate(tensors):
@@ -89,6 +106,44 @@ def make_buckets(tensors: Sequence[tuple[int, int, Hashable]], limit: int) -> li
             used += (end - begin) * width
             if count > most:
                 close()
+    close()
+    return buckets
+
+
+def make_owned_buckets(
+    tensors: Sequence[tuple[int, int, Hashable]], owners: Sequence[int], replicas: int, limit: int
+) -> list[Bucket]:
+    """Distribute tensors to buckets nearly in their order, where each part consists of what one replica owns.
+
+    Args:
+        tensors: As of :func:`make_buckets`.
+        owners: The replica that owns each tensor.
+        replicas: Their number.
+        limit: The most bytes of a bucket. No part is above its share of them; one element may exceed it.
+    """
+    buckets: list[Bucket] = []
+    most_bytes = max(1, limit // replicas)
+    parts: list[list[TensorRange]] = [[] for _ in range(replicas)]
+    used, kind = [0] * replicas, None
+
+    def close() -> None:
+        nonlocal parts, used
+        if any(parts):
+            counts = (sum(one.end - one.begin for one in part) for part in parts)
+            buckets.append(Bucket(tuple(one for part in parts for one in part), tuple(accumulate(counts))))
+        parts, used = [[] for _ in range(replicas)], [0] * replicas
+
+    for number, ((count, width, shared), owner) in enumerate(zip(tensors, owners, strict=True)):
+        if shared != kind:
+            close()
+        kind = shared
+        most = max(1, most_bytes // width)
+        for begin in range(0, count, most):
+            end = min(count, begin + most)
+            if used[owner] and used[owner] + (end - begin) * width > most_bytes:
+                close()
+            parts[owner].append(TensorRange(number, begin, end))
+            used[owner] += (end - begin) * width
     close()
     return buckets
 

@@ -29,14 +29,18 @@ class Accumulators:
         self._earlier: Mapping[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
 
-    def begin_step(self, aside: Collection[str] = ()) -> None:
+    def begin_step(self, aside: Collection[str] = (), earlier: Mapping[str, Tensor] | None = None) -> None:
         """Begin a step's sums from the gradients of earlier steps, and discard the remains of an interrupted one.
 
         Args:
             aside: The names of parameters whose sums begin from nothing.
+            earlier: The gradients of earlier steps, or None for those in ``grad``.
         """
-        found = {name: one.grad for name, one in self.parameters.items() if name not in aside}
-        self._earlier = {name: gradient for name, gradient in found.items() if gradient is not None}
+        if earlier is None:
+            gradients = {name: one.grad for name, one in self.parameters.items() if name not in aside}
+        else:
+            gradients = {name: one for name, one in earlier.items() if name not in aside}
+        self._earlier = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         self._sums = {}
 
     def begin_as(self, other: Accumulators | None) -> None:
@@ -78,6 +82,11 @@ class Accumulators:
         """Divide all sums."""
         for total in self._sums.values():
             total /= divisor
+
+    def drop(self, names: Collection[str]) -> None:
+        """Forget the sums of some parameters."""
+        for name in names:
+            self._sums.pop(name, None)
 
     def fill(self, hooked: Collection[str] = ()) -> None:
         """Fill ``grad`` with the sums, and keep none.

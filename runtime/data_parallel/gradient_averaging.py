@@ -29,6 +29,7 @@ from adaptra.runtime.transports.process_groups import (
     broken_peer,
     end_group,
     end_waits,
+    from_rank,
     is_gloo,
     new_group,
 )
@@ -110,7 +111,14 @@ class Replicas:
             links = measure_links(self._aside, MEASURED_ROUNDS).values()
         return best_bucket_bytes(nbytes, self.count, slowest([*links]), least)
 
-    def combine_gradients(self, like: Sequence[Tensor], gradient: Callable[[int], Tensor], *, mean: bool = True) -> int:
+    def combine_gradients(
+        self,
+        like: Sequence[Tensor],
+        gradient: Callable[[int], Tensor],
+        *,
+        mean: bool = True,
+        owners: Sequence[int] = (),
+    ) -> int:
         """Replace every gradient by its mean over the replicas, or by their sum.
 
         The sum is the left fold in the replicas' order, see :mod:`.collectives.fold`, and the copies stay bitwise equal. Waits
@@ -120,6 +128,8 @@ class Replicas:
             like: The parameters, in the same order on all replicas.
             gradient: Returns the gradient of the parameter of this number once it is complete.
             mean: Whether to divide by the number of replicas.
+            owners: The replica that owns each parameter, the only one that gets its sum. Other replicas' gradients of it have
+                any values then.
 
         On a GPU that works on the current stream, and this thread may wait for it.
 
@@ -131,7 +141,7 @@ class Replicas:
         """
         if self.count > 1:
             with self._naming_the_lost():
-                self._sums[self._group].combine_late(like, gradient, mean=mean)
+                self._sums[self._group].combine_late(like, gradient, mean=mean, owners=owners)
                 self._sums[self._group].check()
         return sum(one.nbytes for one in like)
 
@@ -154,18 +164,30 @@ class Replicas:
             sums.check()
         return moved_to(losses.device, combined)
 
+    def bring_from_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+        """Replace tensors by those of the replicas that own them. All replicas call it between two steps, or at the begin of
+        one; raises as :meth:`combine_gradients`.
+        """
+        if self.count > 1:
+            with self._naming_the_lost():
+                self._sums[self._group].bring_from_owners(tensors, owners)
+
     def any_has(self, has_property: bool) -> bool:
         """Return whether ``has_property`` is true on a replica. All of them call it before a step; raises as
         :meth:`combine_gradients`.
         """
+        return bool(self.largest([int(has_property)])[0])
+
+    def largest(self, numbers: Sequence[int]) -> list[int]:
+        """Return the largest of each of equally many numbers over the replicas; called and raises as :meth:`any_has`."""
         if self.count == 1:
-            return has_property
-        answer = torch.tensor([has_property], dtype=torch.int64, device=self._device)
+            return [*numbers]
+        answer = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MAX
         with self._naming_the_lost():
             self._group.allreduce([answer], options).wait()
-        return bool(answer.item())
+        return answer.tolist()
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -201,7 +223,7 @@ class Replicas:
         """Return copies of a replica's tensors, of any dtype. All call it; raises as :meth:`combine_gradients`."""
         copies = [one.detach().clone(memory_format=torch.contiguous_format) for one in tensors]
         with self._naming_the_lost():
-            works = [self._aside.broadcast([one.reshape(-1).view(torch.uint8)], _from(replica)) for one in copies]
+            works = [self._aside.broadcast([one.reshape(-1).view(torch.uint8)], from_rank(replica)) for one in copies]
             for work in works:
                 work.wait()
         return copies
@@ -212,7 +234,7 @@ class Replicas:
         All replicas of a stage must begin their operations in the same order.
         """
         with self._naming_the_lost():
-            work = (self._aside if aside else self._group).broadcast([packed], _from(0))
+            work = (self._aside if aside else self._group).broadcast([packed], from_rank(0))
         return PendingBroadcast(self, packed, work)
 
     def wait_for(self, work: dist.Work) -> None:
@@ -255,9 +277,3 @@ class Replicas:
             is_first, self._ended = not self._ended, True
         for group in self._groups if is_first else ():
             end_group(group)
-
-
-def _from(replica: int) -> dist.BroadcastOptions:
-    options = dist.BroadcastOptions()
-    options.rootRank = replica
-    return options

@@ -11,7 +11,7 @@ what crosses to the host.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from queue import SimpleQueue
 from typing import Any, Final
 
@@ -39,14 +39,15 @@ class _InOrder:
         bucket: The most bytes of gradients that travel as one tensor.
 
     Attributes:
-        parameters: The parameters in this order.
+        order: The names of the parameters in this order.
+        parameters: The parameters.
         stream: The other thread's stream of the GPU; None on a CPU.
     """
 
     def __init__(self, sums: Accumulators, late: Collection[str], bucket: int) -> None:
         # The backward pass computes the last layer's gradients first.
-        self._order = [*(name for name in reversed([*sums.parameters]) if name not in late), *sorted(late)]
-        self.parameters: Final = [sums.parameters[name] for name in self._order]
+        self.order: Final = [*(name for name in reversed([*sums.parameters]) if name not in late), *sorted(late)]
+        self.parameters: Final = [sums.parameters[name] for name in self.order]
         self.stream: Final = next((torch.cuda.Stream(one.device) for one in self.parameters if one.is_cuda), None)
         self._sums = sums
         self._bucket = bucket
@@ -72,7 +73,7 @@ class _InOrder:
         """Record that a gradient is complete, or queued on this thread's stream."""
         with self._changed:
             self._complete.add(name)
-            while self._count < len(self._order) and self._order[self._count] in self._complete:
+            while self._count < len(self.order) and self.order[self._count] in self._complete:
                 self._nbytes += self.parameters[self._count].nbytes
                 self._count += 1
             if self.stream is None or self._nbytes >= self._bucket * (len(self._computed) + 1):
@@ -81,7 +82,7 @@ class _InOrder:
     def complete_all(self) -> None:
         """Record that all gradients are complete, or queued on this thread's stream."""
         with self._changed:
-            self._count = len(self._order)
+            self._count = len(self.order)
             self._hand_over()
 
     def close(self) -> None:
@@ -93,7 +94,7 @@ class _InOrder:
     def _hand_over(self) -> None:
         if self.stream is not None:
             # Sums that W made none of are made here: it is this thread's stream that uses their memory later.
-            for name in self._order[self._handed_over : self._count]:
+            for name in self.order[self._handed_over : self._count]:
                 self._sums.total(name)
             self._computed.append((self._count, recorded(torch.cuda.current_stream(self.stream.device))))
         self._handed_over = self._count
@@ -111,7 +112,7 @@ class _InOrder:
             computed = next((event for count, event in self._computed if count > number), None)
         if self.stream is not None and computed is not None:
             self.stream.wait_event(computed)
-        return self._sums.total(self._order[number])
+        return self._sums.total(self.order[number])
 
 
 class GradientSum:
@@ -141,6 +142,7 @@ class GradientSum:
         self._bucket = bucket
         self._mean = mean
         self._mark = mark
+        self._owners: list[int] = []
         self._has_begun = False
         self._begin: SimpleQueue[bool] = SimpleQueue()
         self._ended: SimpleQueue[tuple[Any, Any, int] | Exception] = SimpleQueue()
@@ -150,6 +152,10 @@ class GradientSum:
     def overlaps(self) -> bool:
         """Whether there are buckets that can travel before all gradients are complete."""
         return sum(one.nbytes for one in self._gradients.parameters) > self._bucket
+
+    def bring_to(self, owners: Mapping[str, int]) -> None:
+        """Bring the sum of each parameter to the replica that owns it, from the next step on, and to no other."""
+        self._owners = [owners[name] for name in self._gradients.order]
 
     def begin_step(self) -> None:
         """Start a step, in which no gradient is complete yet."""
@@ -211,5 +217,5 @@ class GradientSum:
             self._gradients.take(0)  # a sum on a GPU begins behind its first bucket's W
         started = self._mark()
         with named("REDUCE"):
-            nbytes = self._replicas.combine_gradients(parameters, self._gradients.take, mean=self._mean)
+            nbytes = self._replicas.combine_gradients(parameters, self._gradients.take, mean=self._mean, owners=self._owners)
         return started, self._mark(), nbytes

@@ -4,7 +4,7 @@ torch takes the norm of each parameter's gradient, and then the norm of those no
 ranks exchange the norms of their parameters' gradients. Each sends them to every other at once, so that a slow link adds only
 its latency. Every rank then sorts them in the model's order and gets the same number, on its device, by torch's own functions.
 The host never waits for a GPU: which parameters have gradients is known to it beside their norms. The ranks exchange in the
-same way whether any of them found a gradient that is not finite.
+same way whether any of them found a gradient that is not finite. Where the optimizer is sharded, the replicas exchange before.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.runtime.data_parallel.shards import Shards
 from adaptra.runtime.devices.read_later import moved_to
 from adaptra.runtime.transports.base import Identity, Purpose, Transport
 
@@ -60,6 +61,11 @@ class GradientNorms:
         self._device = device
         self._order = tuple(dict.fromkeys(compiled.aliases.values()))
         self._transport = transport
+        self._shards: Shards | None = None
+
+    def shard(self, shards: Shards) -> None:
+        """Take each gradient's norm from the replica that owns the parameter, from now on."""
+        self._shards = shards
 
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
         """Return the number of receive buffers needed at a time, per source rank and message."""
@@ -103,7 +109,8 @@ class GradientNorms:
             found = torch._foreach_norm(alike, norm_type)  # pyright: ignore[reportPrivateUsage] - torch clips by it too
             for place, norm in zip(places, found, strict=True):
                 norms[place], codes[place] = norm, _DTYPES.index(norm.dtype)
-        return torch.stack(norms).double() if norms else torch.zeros(0, dtype=torch.float64, device=self._device), codes
+        own = torch.stack(norms).double() if norms else torch.zeros(0, dtype=torch.float64, device=self._device)
+        return (own, codes) if self._shards is None else self._shards.whole_norms(self._counted[self._rank], own, codes)
 
     def found_anywhere(self, step: int, has_property: bool, timeout: float) -> bool:
         """Return True if ``has_property`` is true on any rank; every rank calls it after the same step.
@@ -116,6 +123,8 @@ class GradientNorms:
         Raises:
             TransportError: The answers could not be exchanged.
         """
+        if self._shards is not None:
+            has_property = self._shards.replicas.any_has(has_property)
         answers = self._exchange(step, (torch.tensor([float(has_property)]),), lambda _: _FLAG, timeout)
         return has_property or any(bool(one) for (one,) in answers.values())
 

@@ -186,6 +186,13 @@ def is_gloo(group: ProcessGroup) -> bool:
     return _backends_of(group) == {"gloo"}
 
 
+def from_rank(rank: int) -> distributed.BroadcastOptions:
+    """Return the options of a broadcast of a rank's values."""
+    options = distributed.BroadcastOptions()
+    options.rootRank = rank
+    return options
+
+
 def _backends_of(group: ProcessGroup) -> set[str]:
     of: Any = group
     return {of._get_backend(device).name() for device in of._device_types}

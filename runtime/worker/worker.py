@@ -7,7 +7,7 @@ torchrun a process has one worker; without a launcher a process has one per rank
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from adaptra.errors import AdaptraError, LaunchError, PeerLostError
+from adaptra.errors import AdaptraError, LaunchError, OptionError, PeerLostError
 from adaptra.graph import CompiledStages
 from adaptra.graph.inner_compiler import prepare
 from adaptra.json_files import Fields
@@ -34,6 +34,7 @@ from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.control_store.stores import error_of_store
 from adaptra.runtime.data_parallel.kept_buffers import KeptBuffers
+from adaptra.runtime.data_parallel.shards import Shards
 from adaptra.runtime.exchange.store_exchange import gather
 from adaptra.runtime.injection.failures import Failures
 from adaptra.runtime.injection.points import Moment
@@ -329,6 +330,41 @@ class Worker:
         """Return True if ``has_property`` is true on any rank after the last step; all ranks call it."""
         with self._meeting(all_ranks=True):
             return self._parts.norms.found_anywhere(self.numbers.next_step - 1, has_property, self._context.options.timeout)
+
+    @property
+    def owners(self) -> Mapping[str, int]:
+        """The replica that owns each trainable parameter that a sharded optimizer has, by name."""
+        return {} if self._parts.shards is None else self._parts.shards.owners
+
+    def shard(self, owners: Mapping[str, int], digest: int) -> None:
+        """Bring gradients only to the replicas that own their parameters, from the next step on. All replicas call it.
+
+        Args:
+            owners: The replica that owns each trainable parameter that a sharded optimizer has.
+            digest: A number that is equal on replicas that shard alike.
+
+        Raises:
+            OptionError: They shard other parameters; nothing has changed.
+        """
+        with self._meeting():
+            others = [replica for replica, (one,) in enumerate(self._context.replicas.gather([digest])) if one != digest]
+            if others:
+                raise OptionError(
+                    f"shard: replica {others[0]} shards another optimizer than replica {self.replica}, or other groups: "
+                    "expected the same class and the same parameters in the same groups on every rank"
+                )
+            self.go_on_with(owners)
+
+    def go_on_with(self, owners: Mapping[str, int]) -> None:
+        """Let parameters have owners on which all replicas have agreed."""
+        if owners:
+            self._parts.shard(Shards(self._context.replicas, self.trainable, self.state, owners))
+
+    def bring_parameters(self, names: Sequence[str]) -> None:
+        """Replace parameters by those of their owners, which have stepped them; all ranks call it."""
+        with self._meeting():
+            if self._parts.shards is not None:
+                self._parts.shards.bring_parameters(names)
 
     def evaluate(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -10,14 +10,14 @@ from torch import Tensor
 from adaptra.errors import PipelineError, StateError
 
 
-def refuse_foreign(optimizer: torch.optim.Optimizer, own: Collection[Tensor]) -> None:
+def refuse_foreign(parameters: Iterable[Tensor], own: Collection[Tensor]) -> None:
     """Refuse an optimizer of parameters that are not a pipeline's own.
 
     Raises:
         StateError: Gives the number of foreign parameters.
     """
     ids = {id(parameter) for parameter in own}
-    foreign = sum(id(parameter) not in ids for group in optimizer.param_groups for parameter in group["params"])
+    foreign = sum(id(parameter) not in ids for parameter in parameters)
     if foreign:
         raise StateError(
             f"optimizer: {foreign} of its parameters are not this pipeline's: expected an optimizer over pipe.parameters()"

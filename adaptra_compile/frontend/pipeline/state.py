@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from adaptra.errors import OptionError, PipelineError
 from adaptra.frontend.pipeline.attached_optimizer import refuse_foreign
 from adaptra.frontend.pipeline.grad_scaler import GradScaler
 from adaptra.frontend.pipeline.held_session import HeldSession
+from adaptra.frontend.pipeline.sharded_optimizer import Group, Kind, Sharding, check_kind, groups_of, parameters_in
 from adaptra.frontend.saved.fitting_model import FittingModel
 
 
@@ -40,8 +41,44 @@ class StateMethods(HeldSession):
         Raises:
             StateError: Gives the number of foreign parameters.
         """
+        self._require_own_in(optimizer.param_groups)
+
+    def _require_own_in(self, groups: Sequence[Group]) -> None:
         # A cut change may have brought parameters to a rank that had none.
-        refuse_foreign(optimizer, [*self.parameters(), self._filler])
+        refuse_foreign(parameters_in(groups), [*self.parameters(), self._filler])
+
+    def shard(self, optimizer: Callable[..., Kind], params: Iterable[Any] | None = None, /, **settings: Any) -> Kind:
+        """Return an optimizer of which the replicas keep a part each: a rank steps the parameters that it owns.
+
+        A step's gradients go to the owners only: ``grad`` of other parameters is None. ``optimizer.step()`` brings the new
+        values to all replicas. Every bit is that of the same optimizer without shards, if it steps each parameter by itself.
+        :meth:`clip_grad_norm_`, :meth:`grad_scaler` and :class:`adaptra.TrainingState` take it as any other. Hooks of a
+        parameter run on its owner. All ranks call this, before the first step that it is to take part in.
+
+            optimizer = pipe.shard(torch.optim.AdamW, lr=1e-3)
+            pipe.step(inputs, targets)
+            optimizer.step()
+
+        Args:
+            optimizer: A class of optimizers.
+            params: This process's parameters, or groups of them, as torch takes them; by default :meth:`parameters`. Several
+                sharded optimizers may share them, until each trainable one is in an optimizer.
+            settings: Those of the optimizer.
+
+        Returns:
+            The optimizer, whose groups have what this rank owns. With one replica it has all.
+
+        Raises:
+            OptionError: It is no class of optimizers, or one that steps all parameters as one vector. Or the job survives
+                losses, a parameter is in two optimizers, or replicas shard other parameters.
+            StateError: A parameter is not this pipeline's.
+            PeerLostError: Another rank failed. The text names it. The pipeline has failed.
+        """
+        check_kind(optimizer)
+        groups = groups_of(self.parameters() if params is None else params)
+        self._require_own_in(groups)
+        names: dict[Tensor, str] = {parameter: name for name, parameter in self.named_parameters()}
+        return Sharding(self._require(), names).optimizer(optimizer, groups, settings)
 
     def held_tensors(self) -> Sequence[tuple[str, Tensor]]:
         """Return names and tensors of all parameters and buffers in this process, once per stage that uses them."""

@@ -73,6 +73,7 @@ class NextWorkers:
         for worker in workers:
             worker.numbers.steps_before = first.numbers.steps_before
             worker.kept.kept = first.kept.kept
+            worker.go_on_with(first.owners)
             # With another role it goes on from that of this process.
             same = earlier.get((worker.replica, worker.rank), first if worker is workers[0] else None)
             if same is not None:

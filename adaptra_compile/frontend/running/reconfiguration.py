@@ -304,6 +304,11 @@ class Reconfiguration:
     def _leaving(self, what: str, optimizer: torch.optim.Optimizer) -> list[Handover]:
         """Return the state that each stage of this process would transfer."""
         self._local.sharing.require_alone(what)
+        if self._local.workers[0].owners:
+            raise OptionError(
+                f"{what}: this pipeline has a sharded optimizer, whose state stays with its owners: expected an optimizer over "
+                "pipe.parameters() where parameters move between ranks"
+            )
         hooked = next(
             (name for worker in self._local.workers for name, one in worker.trainable.items() if is_hooked(one)), None
         )

@@ -10,16 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from adaptra.collectives.buckets import Bucket, TensorRange, bucket_bytes, make_buckets
+from adaptra.collectives.buckets import Bucket, TensorRange, bucket_bytes, make_buckets, make_owned_buckets
 from adaptra.collectives.rounds import Algorithm, TermMessage, chain, direct, to_owners
 from adaptra.runtime.data_parallel.collectives.carriers import GlooCarrier, GroupCarrier, Waits
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
 from adaptra.runtime.data_parallel.collectives.moves import Moves
+from adaptra.runtime.data_parallel.collectives.owned_chunks import OwnedChunks, real
 from adaptra.runtime.data_parallel.collectives.terms import Terms
 from adaptra.runtime.devices.events import recorded
 from adaptra.runtime.devices.read_later import ReadLater
 from adaptra.runtime.transports.nccl.communicator import failure_of
-from adaptra.runtime.transports.process_groups import is_gloo
+from adaptra.runtime.transports.process_groups import from_rank, is_gloo
 
 
 class GroupSum:
@@ -71,7 +72,9 @@ class GroupSum:
         """
         self.combine_late(tensors, tensors.__getitem__, mean=mean)
 
-    def combine_late(self, like: Sequence[Tensor], get: Callable[[int], Tensor], *, mean: bool) -> None:
+    def combine_late(
+        self, like: Sequence[Tensor], get: Callable[[int], Tensor], *, mean: bool, owners: Sequence[int] = ()
+    ) -> None:
         """Do what :meth:`combine` does for tensors that are still being computed.
 
         Args:
@@ -79,6 +82,7 @@ class GroupSum:
             get: Returns a tensor by its number, once it is computed. They are asked for in their order, bucket by bucket, while
                 the buckets before travel.
             mean: As of :meth:`combine`.
+            owners: The rank that owns each tensor, the only one that gets its result. Other ranks' have any values then.
 
         Raises:
             RuntimeError: As :meth:`combine`, or what ``get`` raises.
@@ -86,7 +90,7 @@ class GroupSum:
         if self._replicas == 1:
             return
         tensors = _Contiguous(get)
-        self._run(list(map(_real, like)), tensors, mean)
+        self._run(list(map(real, like)), tensors, mean, owners)
         tensors.write_back()
 
     def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], *, mean: bool) -> None:
@@ -100,13 +104,13 @@ class GroupSum:
         Raises:
             RuntimeError: As :meth:`combine`.
         """
-        result, parts = _real(output).view(-1), [_real(one).view(-1) for one in parts]
+        result, parts = real(output).view(-1), [real(one).view(-1) for one in parts]
         # Terms are sent from where they are, so results don't go there.
         terms_in = {one.untyped_storage().data_ptr() for one in parts}
         own = torch.empty_like(result) if result.untyped_storage().data_ptr() in terms_in else result
         most = max(1, self._limit // self._replicas // own.element_size())
         ranges = [(begin, min(begin + most, own.numel())) for begin in range(0, own.numel(), most)]
-        buckets = [tuple(TensorRange(rank, *each) for rank in range(self._replicas)) for each in ranges]
+        buckets = [Bucket(tuple(TensorRange(rank, *each) for rank in range(self._replicas))) for each in ranges]
         terms = self._terms(parts.__getitem__, parts, buckets, mean, [own[slice(*each)] for each in ranges])
         self._move(to_owners, terms, len(buckets), terms.end_own, own)
         if own is not result:
@@ -121,19 +125,56 @@ class GroupSum:
         Raises:
             RuntimeError: As :meth:`combine`.
         """
-        own, peers = parts[self._rank], [(self._rank + shift) % self._replicas for shift in range(1, self._replicas)]
-        if not self._through_host:
-            self._group.allgather([[*parts]], [own]).wait()
+        if self._through_host:
+            self._give_and_take([[one] for one in parts])
+        else:
+            self._group.allgather([[*parts]], [parts[self._rank]]).wait()
+
+    def bring_from_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+        """Replace tensors by their owners' values. All ranks of the group call it together.
+
+        Small ones of an owner travel as one message, and others from where they are.
+
+        Args:
+            tensors: Of the same shapes and dtypes on all ranks, dense, on one device.
+            owners: The rank whose values each one gets.
+
+        Raises:
+            RuntimeError: As :meth:`combine`.
+        """
+        if self._replicas == 1:
             return
-        arriving = [torch.empty_like(own, device="cpu", pin_memory=True) if own.is_cuda else parts[peer] for peer in peers]
-        works = [self._group.recv([one], peer, self.tag) for peer, one in zip(peers, arriving, strict=True)]
-        leaving = ReadLater(own).wait()
-        works += [self._group.send([leaving], peer, self.tag) for peer in reversed(peers)]
+        chunks = [OwnedChunks([one for one, its in zip(tensors, owners, strict=True) if its == rank]) for rank in self._ranks]
+        if self._through_host:
+            self._give_and_take([one.flat for one in chunks])
+        else:
+            works = [self._group.broadcast([one], from_rank(rank)) for rank in self._ranks for one in chunks[rank].flat]
+            for work in works:
+                work.wait()
+        for rank in self._ranks:
+            if rank != self._rank:
+                chunks[rank].write_back()
+
+    @property
+    def _ranks(self) -> range:
+        return range(self._replicas)
+
+    def _give_and_take(self, parts: Sequence[Sequence[Tensor]]) -> None:
+        """Send this rank's tensors to all others over gloo, and receive theirs, by rank: flat and contiguous."""
+        peers = [(self._rank + shift) % self._replicas for shift in range(1, self._replicas)]
+        arriving = [
+            (peer, one, torch.empty_like(one, device="cpu", pin_memory=True) if one.is_cuda else one)
+            for peer in peers
+            for one in parts[peer]
+        ]
+        works = [self._group.recv([memory], peer, self.tag) for peer, _, memory in arriving]
+        leaving = [ReadLater(one).wait() for one in parts[self._rank]]
+        works += [self._group.send([one], peer, self.tag) for peer in reversed(peers) for one in leaving]
         for work in works:
             work.wait()
-        for peer, one in zip(peers, arriving, strict=True):
-            if one is not parts[peer]:
-                parts[peer].copy_(one, non_blocking=True)
+        for _, one, memory in arriving:
+            if one is not memory:
+                one.copy_(memory, non_blocking=True)
 
     def check(self) -> None:
         """Wait until messages between GPUs have ended, and raise if one of them failed. What it was to bring is no result.
@@ -149,10 +190,17 @@ class GroupSum:
                 if error is not None:
                     raise RuntimeError(f"a message of a sum over replicas failed: {error}") from error
 
-    def _run(self, like: Sequence[Tensor], tensors: _Contiguous, mean: bool) -> None:
-        buckets = make_buckets([(one.numel(), one.element_size(), (one.dtype, one.device)) for one in like], self._limit)
-        terms = self._terms(tensors.of, like, buckets, mean)
-        self._move(self._algorithm, terms, len(buckets), terms.end_bucket, like[0] if like else None)
+    def _run(self, like: Sequence[Tensor], tensors: _Contiguous, mean: bool, owners: Sequence[int]) -> None:
+        sizes = [(one.numel(), one.element_size(), (one.dtype, one.device)) for one in like]
+        first = like[0] if like else None
+        if owners:
+            buckets = make_owned_buckets(sizes, owners, self._replicas, self._limit)
+            terms = self._terms(tensors.of, like, buckets, mean)
+            self._move(to_owners, terms, len(buckets), terms.end_own, first)
+        else:
+            buckets = make_buckets(sizes, self._limit)
+            terms = self._terms(tensors.of, like, buckets, mean)
+            self._move(self._algorithm, terms, len(buckets), terms.end_bucket, first)
 
     def _terms(
         self,
@@ -192,8 +240,8 @@ class _Contiguous:
     def of(self, number: int) -> Tensor:
         """Return a tensor by its number."""
         if number not in self._made:
-            real = _real(self._get(number))
-            self._made[number] = real, real.contiguous()
+            given = real(self._get(number))
+            self._made[number] = given, given.contiguous()
         return self._made[number][1]
 
     def write_back(self) -> None:
@@ -201,10 +249,6 @@ class _Contiguous:
         for tensor, result in self._made.values():
             if tensor is not result:
                 tensor.copy_(result)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
 
 
 @lru_cache(maxsize=16)

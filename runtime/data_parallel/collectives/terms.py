@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from adaptra.collectives.buckets import Bucket, TensorRange, part_of
+from adaptra.collectives.buckets import Bucket, TensorRange
 from adaptra.collectives.rounds import Value
 from adaptra.runtime.data_parallel.collectives.fold import fold
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
@@ -45,9 +45,9 @@ class Terms:
         results: Sequence[Tensor] | None = None,
     ) -> None:
         self._get = get
-        self._like = [like[bucket[0].tensor] for bucket in buckets]
+        self._like = [like[bucket.pieces[0].tensor] for bucket in buckets]
         self._buckets = buckets
-        self._counts = [sum(one.end - one.begin for one in bucket) for bucket in buckets]
+        self._slices = [bucket.parts(replicas) for bucket in buckets]
         self._replicas = replicas
         self._rank = rank
         self._divisor = replicas if mean else 1
@@ -60,7 +60,7 @@ class Terms:
     def size(self, part: int) -> int:
         """Return the number of elements of a part; it may be 0."""
         bucket, index = divmod(part, self._replicas)
-        where = part_of(self._counts[bucket], self._replicas, index)
+        where = self._slices[bucket][index]
         return where.stop - where.start
 
     def bucket(self, value: Value) -> int:
@@ -119,17 +119,10 @@ class Terms:
         Raises:
             KeyError: A part has no result yet.
         """
-        whole, _ = self._parts(bucket)
         for part in range(bucket * self._replicas, (bucket + 1) * self._replicas):
             if self.size(part):
                 self.value(Value(part, 0, self._replicas))
-        begin = 0
-        for piece in self._buckets[bucket]:
-            end = begin + piece.end - piece.begin
-            target = self._piece(piece)
-            if whole is not None and target.data_ptr() != whole.data_ptr():
-                target.copy_(whole[begin:end])
-            begin = end
+        self._write(bucket, slice(0, self._slices[bucket][-1].stop))
         self._forget(bucket)
 
     def end_own(self, bucket: int) -> None:
@@ -138,8 +131,24 @@ class Terms:
         Raises:
             KeyError: A term of it has not arrived.
         """
-        self.value(Value(bucket * self._replicas + self._rank, 0, self._replicas))
+        part = bucket * self._replicas + self._rank
+        if self.size(part):
+            self.value(Value(part, 0, self._replicas))
+            if self._results is None:
+                self._write(bucket, self._slices[bucket][self._rank])
         self._forget(bucket)
+
+    def _write(self, bucket: int, results: slice) -> None:
+        """Write results, which are elements of a bucket, to the tensors. They are there already if no bucket was packed."""
+        whole, _ = self._parts(bucket)
+        begin = 0
+        for piece in self._buckets[bucket].pieces if whole is not None else ():
+            end = begin + piece.end - piece.begin
+            if whole is not None and results.start <= begin and end <= results.stop:
+                target = self._piece(piece)
+                if target.data_ptr() != whole.data_ptr():
+                    target.copy_(whole[begin:end])
+            begin = end
 
     def _forget(self, bucket: int) -> None:
         for part in range(bucket * self._replicas, (bucket + 1) * self._replicas):
@@ -156,14 +165,13 @@ class Terms:
     def _parts(self, bucket: int) -> tuple[Tensor | None, list[Tensor]]:
         """Return a bucket as one tensor and its parts. Pieces that are parts travel from where they are, without the tensor."""
         if bucket not in self._packed:
-            pieces, whole = list(map(self._piece, self._buckets[bucket])), None
-            slices = [part_of(self._counts[bucket], self._replicas, index) for index in range(self._replicas)]
+            pieces, whole, slices = list(map(self._piece, self._buckets[bucket].pieces)), None, self._slices[bucket]
             if [piece.numel() for piece in pieces] == [each.stop - each.start for each in slices]:
                 parts = pieces
             else:
                 whole = pieces[0]
                 if len(pieces) > 1:
-                    whole = self._memory.take(self._counts[bucket], whole.dtype, whole.device)
+                    whole = self._memory.take(slices[-1].stop, whole.dtype, whole.device)
                     for place, piece in zip(whole.split([one.numel() for one in pieces]), pieces, strict=True):
                         place.copy_(piece)
                 parts = [whole[each] for each in slices]

@@ -17,6 +17,7 @@ from torch import Tensor
 from adaptra.collectives.rounds import ALGORITHMS
 from adaptra.runtime.data_parallel.accumulators import Accumulators
 from adaptra.runtime.data_parallel.gradient_sum import GradientSum
+from adaptra.runtime.data_parallel.shards import Shards
 from adaptra.runtime.devices.device_clock import Mark
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.options.reduce_options import Reduce
@@ -76,6 +77,10 @@ class StepEnd(Protocol):
         """Begin a step."""
         ...
 
+    def shard(self, shards: Shards) -> None:
+        """Bring sums to the owners of their parameters, from the next step on."""
+        ...
+
     def adding(self) -> AbstractContextManager[None]:
         """Enclose the step's program, whose last W may begin the sum over replicas."""
         ...
@@ -132,6 +137,7 @@ class AllAtOnce:
         self._monitor = monitor
         self._fills = fills
         self._sum: GradientSum | None = None
+        self._shards: Shards | None = None
         if (replicas := losses.replicas).count > 1:
             bucket = reduce.bucket or replicas.best_bucket(sum(one.nbytes for one in parameters.values()))
             replicas.add_by(ALGORITHMS[reduce.algorithm], limit=bucket, dtype=reduce.dtype)
@@ -148,12 +154,27 @@ class AllAtOnce:
         Autograd adds microbatches to earlier gradients one by one. What is divided, or given to a hook, is the step's alone.
 
         Raises:
-            OptionError: A parameter with copies on several ranks has a hook; names it.
+            OptionError: A parameter with copies on several ranks has a hook, or is in no sharded optimizer where others are;
+                names it.
+            PeerLostError: Another replica has failed.
         """
         self._hooks.begin_step()
-        self.sums.begin_step(self._hooks.names if self._losses.reduction is Reduction.MEAN else self.sums.parameters)
+        aside = self._hooks.names if self._losses.reduction is Reduction.MEAN else self.sums.parameters
+        if self._shards is None:
+            self.sums.begin_step(aside)
+        else:
+            self._shards.require_all()
+            self.sums.begin_step(aside, self._shards.earlier_gradients(aside))
         if self._sum is not None:
             self._sum.begin_step()
+
+    def shard(self, shards: Shards) -> None:
+        """Bring sums to the owners of their parameters, from the next step on, and leave ``grad`` of others without one."""
+        self._shards = shards
+        for name in self.sums.parameters.keys() & {*shards.elsewhere}:
+            self.sums.parameters[name].grad = None
+        if self._sum is not None and shards.owners.keys() >= self.sums.parameters.keys():
+            self._sum.bring_to(shards.owners)
 
     @contextmanager
     def adding(self) -> Generator[None]:
@@ -189,6 +210,8 @@ class AllAtOnce:
             self.sums.discard()
         elif certificate.divisor is not None:
             self.sums.divide(certificate.divisor)
+        if self._shards is not None:
+            self.sums.drop(self._shards.elsewhere)
         self.sums.fill(self._hooks.names)
 
     def close(self) -> None:

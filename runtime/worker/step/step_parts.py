@@ -14,6 +14,7 @@ from adaptra.program import Program
 from adaptra.program.placement import stages_of
 from adaptra.runtime.data_parallel.kept_buffers import KeptBuffers
 from adaptra.runtime.data_parallel.replica_buffers import ReplicaBuffers
+from adaptra.runtime.data_parallel.shards import Shards
 from adaptra.runtime.injection.points import Moment
 from adaptra.runtime.outputs.step_outputs import StepOutputs
 from adaptra.runtime.step_messages.gradient_norms import GradientNorms
@@ -51,6 +52,7 @@ class StepParts:
         norms: The norm of all ranks' gradients.
         buffers: Keeps the buffers of replicas equal.
         kept: Copies of other replicas' buffers in a job that survives their loss.
+        shards: Who owns which parameters; None if every replica steps all.
         first: What of this rank depends on the shape of the compilation.
     """
 
@@ -89,11 +91,18 @@ class StepParts:
         self.kept: Final = KeptBuffers(
             context.replicas, changing, (0,) if options.broadcast_buffers else range(context.replicas.count)
         )
+        self.shards: Shards | None = None
         self.factory: Final = StageFactory(
             compiled, state, microbatches, context, reduction, self.gradients, self.end.complete, self.buffers.wait
         )
         self.first: Final = self.factory.first()
         self._foreign = ForeignStages(self.factory, context, shared)
+
+    def shard(self, shards: Shards) -> None:
+        """Let parameters have owners from the next step on."""
+        self.shards = shards
+        self.end.shard(shards)
+        self.norms.shard(shards)
 
     def stages_of(self, program: Program) -> dict[tuple[int, int], Stage]:
         """Return this rank's stages by replica and number, as the ops of a program name them."""

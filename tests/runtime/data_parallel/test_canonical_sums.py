@@ -25,10 +25,12 @@ from adaptra.collectives.algorithms import LATE, sum_messages
 from adaptra.collectives.buckets import (
     LEAST_BYTES,
     MESSAGE_BYTES,
+    Bucket,
     TensorRange,
     best_bucket_bytes,
     bucket_bytes,
     make_buckets,
+    make_owned_buckets,
     part_of,
 )
 from adaptra.collectives.rounds import ALGORITHMS, Algorithm, TermMessage, Value, direct
@@ -194,14 +196,25 @@ def test_results_are_made_over_terms_that_nobody_needs_any_more(name: str) -> No
 
 def test_buckets_are_cut_at_tensors() -> None:
     assert make_buckets([(10, 4, "a"), (5, 4, "a"), (1, 4, "a"), (2, 2, "b"), (40, 4, "a")], 64) == [
-        (TensorRange(0, 0, 10), TensorRange(1, 0, 5), TensorRange(2, 0, 1)),
-        (TensorRange(3, 0, 2),),
-        (TensorRange(4, 0, 16),),
-        (TensorRange(4, 16, 32),),
-        (TensorRange(4, 32, 40),),
+        Bucket((TensorRange(0, 0, 10), TensorRange(1, 0, 5), TensorRange(2, 0, 1))),
+        Bucket((TensorRange(3, 0, 2),)),
+        Bucket((TensorRange(4, 0, 16),)),
+        Bucket((TensorRange(4, 16, 32),)),
+        Bucket((TensorRange(4, 32, 40),)),
     ]
     assert bucket_bytes(8) == 8 * MESSAGE_BYTES
     assert [part_of(5, 3, one) for one in range(3)] == [slice(0, 1), slice(1, 3), slice(3, 5)]
+
+
+def test_parts_of_owned_buckets_are_what_a_replica_owns() -> None:
+    tensors = [(10, 4, "a"), (5, 4, "a"), (3, 4, "a"), (2, 2, "b"), (20, 4, "b")]
+    assert make_owned_buckets(tensors, [1, 0, 1, 0, 2], 3, 3 * 40) == [
+        Bucket((TensorRange(1, 0, 5), TensorRange(0, 0, 10)), (5, 15, 15)),
+        Bucket((TensorRange(2, 0, 3),), (0, 3, 3)),
+        Bucket((TensorRange(3, 0, 2), TensorRange(4, 0, 10)), (2, 2, 12)),
+        Bucket((TensorRange(4, 10, 20),), (0, 0, 10)),
+    ]
+    assert Bucket((TensorRange(4, 10, 20),), (0, 0, 10)).parts(3) == [slice(0, 0), slice(0, 0), slice(0, 10)]
 
 
 @pytest.mark.parametrize(("nbytes", "replicas", "latency", "per_byte"), [(1 << 30, 8, 3e-6, 2e-12), (1 << 26, 2, 1e-4, 1e-8)])

@@ -1,0 +1,104 @@
+"""Shards of one rank's parameters: each replica owns some, whole, and it alone has their gradients and steps them.
+
+The sum of a gradient is computed at the owner, from the same terms in the same order as without shards. So all bits are the
+same. Where a step adds to the gradients of earlier ones, its sums begin from those on every replica, as without shards. They
+travel from the owners before such a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from adaptra.errors import OptionError
+from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+
+
+class Shards:
+    """Who owns which of the trainable parameters of one rank's stages.
+
+    Args:
+        replicas: The ranks that have copies of these stages.
+        parameters: The trainable parameters by name.
+        state: All tensors of the stages by name.
+        owners: The replica that owns each parameter that a sharded optimizer has. One may not be trained any more.
+
+    Attributes:
+        replicas: As given.
+        owners: As given.
+    """
+
+    def __init__(
+        self, replicas: Replicas, parameters: Mapping[str, Tensor], state: Mapping[str, Tensor], owners: Mapping[str, int]
+    ) -> None:
+        self.replicas: Final = replicas
+        self.owners: Final = owners
+        self._parameters = parameters
+        self._state = state
+
+    @property
+    def elsewhere(self) -> list[str]:
+        """The parameters that other replicas own."""
+        return [name for name, owner in self.owners.items() if owner != self.replicas.index]
+
+    def require_all(self) -> None:
+        """Refuse a step in which some parameter would be stepped by nobody, or by the optimizer of one replica only.
+
+        Raises:
+            OptionError: A trainable parameter is in no sharded optimizer; names it.
+        """
+        for name in self._parameters:
+            if name not in self.owners:
+                raise OptionError(
+                    f"{name}: in no optimizer of pipe.shard, where others are: expected all trainable parameters in sharded "
+                    "optimizers, or none"
+                )
+
+    def earlier_gradients(self, aside: Collection[str]) -> dict[str, Tensor]:
+        """Return the gradients of earlier steps, as their owners have them. All replicas call it at the begin of a step.
+
+        Args:
+            aside: The names of parameters of which none are needed.
+
+        Raises:
+            PeerLostError: Another replica has failed.
+        """
+        names = [name for name in self._parameters if name not in aside]
+        mine = [self.owners[name] == self.replicas.index for name in names]
+        own = {name: self._parameters[name].grad if is_own else None for name, is_own in zip(names, mine, strict=True)}
+        present = self.replicas.largest([int(one is not None) for one in own.values()]) if names else []
+        earlier: dict[str, Tensor] = {}
+        for (name, gradient), is_there in zip(own.items(), present, strict=True):
+            if is_there:
+                earlier[name] = torch.empty_like(self._parameters[name]) if gradient is None else gradient
+        if earlier:
+            self.replicas.bring_from_owners([*earlier.values()], [self.owners[name] for name in earlier])
+        return earlier
+
+    def bring_parameters(self, names: Sequence[str]) -> None:
+        """Replace parameters by those of their owners, which have stepped them. All replicas call it, with the same names.
+
+        Raises:
+            PeerLostError: Another replica has failed.
+        """
+        self.replicas.bring_from_owners([self._state[name] for name in names], [self.owners[name] for name in names])
+
+    def whole_norms(self, names: Sequence[str], norms: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the norms of parameters' gradients, each from its owner. All replicas call it between two steps.
+
+        Args:
+            names: The names of the parameters.
+            norms: The norms of their gradients here, (parameters,), in float64.
+            codes: A number beside each, (parameters,), on the host.
+
+        Raises:
+            PeerLostError: Another replica has failed.
+        """
+        rows = self.replicas.gather([*norms.view(torch.int64).tolist(), *codes.tolist()])
+        owners = [self.owners.get(name, self.replicas.index) for name in names]
+        bits = [rows[owner][number] for number, owner in enumerate(owners)]
+        whole = torch.tensor(bits, dtype=torch.int64).view(torch.float64).to(norms.device)
+        return whole, torch.tensor([rows[owner][len(names) + number] for number, owner in enumerate(owners)], dtype=codes.dtype)
