@@ -20,7 +20,7 @@ from torch import Tensor
 from adaptra.collectives.buckets import LEAST_BYTES, LEAST_DEVICE_BYTES, best_bucket_bytes, bucket_bytes
 from adaptra.collectives.rounds import Algorithm
 from adaptra.collectives.seconds import slowest
-from adaptra.errors import PeerLostError
+from adaptra.errors import ControlError, PeerLostError
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 from adaptra.runtime.devices.read_later import ReadLater, moved_to
 from adaptra.runtime.transports.link_probe import measure_links
@@ -91,13 +91,14 @@ class Replicas:
             new_group(Members(f"{name}/stage {place}{part}", self.index, self.count), backend)
             for part in (("", " aside") if self.count > 1 else ())
         )
-        self._sums = {one: GroupSum(one) for one in self._groups}
+        self._sums = {one: GroupSum(one, ranks=self.ranks) for one in self._groups}
+        self._number = 0  # of sums of gradients
         self._lock = threading.Lock()
         self._ended = False
 
     def add_by(self, algorithm: Algorithm, *, limit: int | None, dtype: torch.dtype | None) -> None:
         """Set how sums are computed from now on; arguments are those of :class:`.collectives.engine.GroupSum`."""
-        self._sums = {one: GroupSum(one, algorithm=algorithm, limit=limit, dtype=dtype) for one in self._sums}
+        self._sums = {one: GroupSum(one, algorithm=algorithm, limit=limit, dtype=dtype, ranks=self.ranks) for one in self._sums}
 
     def best_bucket(self, nbytes: int) -> int:
         """Return the bucket size that suits ``nbytes`` of gradients and the measured links, the same on all replicas.
@@ -138,10 +139,12 @@ class Replicas:
 
         Raises:
             PeerLostError: Another replica has failed; names its worker if that is known.
+            ControlError: Another one adds something else; names both.
         """
         if self.count > 1:
+            self._number += 1
             with self._naming_the_lost():
-                self._sums[self._group].combine_late(like, gradient, mean=mean, owners=owners)
+                self._sums[self._group].combine_late(like, gradient, mean=mean, owners=owners, number=self._number)
                 self._sums[self._group].check()
         return sum(one.nbytes for one in like)
 
@@ -246,6 +249,8 @@ class Replicas:
     def _naming_the_lost(self) -> Generator[None]:
         try:
             yield
+        except ControlError:
+            raise
         except RuntimeError as error:
             lost = self._lost_worker()
             who = "" if lost is None else f"rank {lost} is lost: "

@@ -15,6 +15,13 @@ from adaptra.collectives.rounds import Algorithm, TermMessage, chain, direct, to
 from adaptra.runtime.data_parallel.collectives.carriers import GlooCarrier, GroupCarrier, Waits
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
 from adaptra.runtime.data_parallel.collectives.moves import Moves
+from adaptra.runtime.data_parallel.collectives.openings import (
+    SumName,
+    digest_of_tensors,
+    name_of,
+    openings,
+    rounds_between,
+)
 from adaptra.runtime.data_parallel.collectives.owned_chunks import OwnedChunks, real
 from adaptra.runtime.data_parallel.collectives.terms import Terms
 from adaptra.runtime.devices.events import recorded
@@ -34,6 +41,7 @@ class GroupSum:
         algorithm: The rounds; all give the same bits.
         limit: The most bytes of a bucket, or None for :func:`.buckets.bucket_bytes`.
         dtype: The least precise dtype of additions, or None for that of the tensors.
+        ranks: The ranks as errors name them; None for their numbers in the group.
 
     Attributes:
         tag: Of the messages of the next sums; with gloo, those of other tags never meet.
@@ -46,12 +54,14 @@ class GroupSum:
         algorithm: Algorithm = direct,
         limit: int | None = None,
         dtype: torch.dtype | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         self._group: Any = group  # torch's annotations lack some of its methods
         self._replicas, self._rank = group.size(), group.rank()
         self._algorithm = algorithm
         self._limit = limit or bucket_bytes(self._replicas)
         self._dtype = dtype
+        self._names = range(self._replicas) if ranks is None else ranks
         self.tag = 0
         self._memory = SpareMemory()
         self._through_host = is_gloo(group)
@@ -73,7 +83,13 @@ class GroupSum:
         self.combine_late(tensors, tensors.__getitem__, mean=mean)
 
     def combine_late(
-        self, like: Sequence[Tensor], get: Callable[[int], Tensor], *, mean: bool, owners: Sequence[int] = ()
+        self,
+        like: Sequence[Tensor],
+        get: Callable[[int], Tensor],
+        *,
+        mean: bool,
+        owners: Sequence[int] = (),
+        number: int | None = None,
     ) -> None:
         """Do what :meth:`combine` does for tensors that are still being computed.
 
@@ -83,14 +99,17 @@ class GroupSum:
                 the buckets before travel.
             mean: As of :meth:`combine`.
             owners: The rank that owns each tensor, the only one that gets its result. Other ranks' have any values then.
+            number: The number of the sum, the same on all ranks; over gloo they then find out if they don't add alike. None
+                where something else tells.
 
         Raises:
             RuntimeError: As :meth:`combine`, or what ``get`` raises.
+            ControlError: A neighbour adds other tensors, in other buckets or by other rounds; names both.
         """
         if self._replicas == 1:
             return
         tensors = _Contiguous(get)
-        self._run(list(map(real, like)), tensors, mean, owners)
+        self._run(list(map(real, like)), tensors, mean, owners, number)
         tensors.write_back()
 
     def reduce_scatter(self, output: Tensor, parts: Sequence[Tensor], *, mean: bool) -> None:
@@ -190,17 +209,22 @@ class GroupSum:
                 if error is not None:
                     raise RuntimeError(f"a message of a sum over replicas failed: {error}") from error
 
-    def _run(self, like: Sequence[Tensor], tensors: _Contiguous, mean: bool, owners: Sequence[int]) -> None:
+    def _run(self, like: Sequence[Tensor], tensors: _Contiguous, mean: bool, owners: Sequence[int], number: int | None) -> None:
         sizes = [(one.numel(), one.element_size(), (one.dtype, one.device)) for one in like]
-        first = like[0] if like else None
         if owners:
-            buckets = make_owned_buckets(sizes, owners, self._replicas, self._limit)
-            terms = self._terms(tensors.of, like, buckets, mean)
-            self._move(to_owners, terms, len(buckets), terms.end_own, first)
+            buckets, algorithm = make_owned_buckets(sizes, owners, self._replicas, self._limit), to_owners
         else:
-            buckets = make_buckets(sizes, self._limit)
-            terms = self._terms(tensors.of, like, buckets, mean)
-            self._move(self._algorithm, terms, len(buckets), terms.end_bucket, first)
+            buckets, algorithm = make_buckets(sizes, self._limit), self._algorithm
+        terms = self._terms(tensors.of, like, buckets, mean)
+        end = terms.end_own if owners else terms.end_bucket
+        name: SumName | None = None
+        if number is not None and self._through_host:
+            how = f"{name_of(algorithm)} in {len(buckets)} buckets of {self._limit} bytes"
+            added_in = "" if self._dtype is None else f", in {str(self._dtype).removeprefix('torch.')} at least"
+            what = f"{len(like)} tensors of {sum(one.nbytes for one in like)} bytes"
+            text = f"{what} by {how}{added_in}, {'mean' if mean else 'sum'} {number}"
+            name = SumName(text, digest_of_tensors(like, owners))
+        self._move(algorithm, terms, len(buckets), end, like[0] if like else None, name)
 
     def _terms(
         self,
@@ -213,7 +237,13 @@ class GroupSum:
         return Terms(get, like, buckets, self._replicas, self._rank, mean, self._memory, self._dtype, results)
 
     def _move(
-        self, algorithm: Algorithm, terms: Terms, buckets: int, end: Callable[[int], object], like: Tensor | None
+        self,
+        algorithm: Algorithm,
+        terms: Terms,
+        buckets: int,
+        end: Callable[[int], object],
+        like: Tensor | None,
+        sum_name: SumName | None = None,
     ) -> None:
         """Run the rounds of some buckets, and ``end`` each bucket once nothing of it is under way."""
         messages = [
@@ -223,9 +253,20 @@ class GroupSum:
         ]
         # With these, who waits for the earliest message has nothing else to do: each part needs the terms of all.
         waits = None if algorithm in (direct, chain, to_owners) else self._waits
-        carrier = GlooCarrier(self._group, self.tag, waits) if self._through_host else GroupCarrier(self._group)
+        parts = buckets * self._replicas
+
+        def rounds_with(peer: int) -> bytes:
+            return rounds_between(algorithm, self._replicas, parts, (self._rank, peer))
+
+        def tag_of(peer: int) -> int:
+            return self.tag if sum_name is None else sum_name.tag(rounds_with(peer))
+
+        carrier = GlooCarrier(self._group, lru_cache(tag_of), waits) if self._through_host else GroupCarrier(self._group)
+        if sum_name is not None and isinstance(carrier, GlooCarrier):
+            carrier.open(openings(sum_name, rounds_with, self._rank, self._names))
         by_port = waits is not None
         Moves(terms, messages, self._rank, end, in_rounds=not self._through_host, by_port=by_port).run(carrier)
+        carrier.finish()
         if carrier.works and not self._through_host and like is not None and like.is_cuda:
             self._unchecked.append((recorded(torch.cuda.current_stream(like.device)), carrier.works))
 

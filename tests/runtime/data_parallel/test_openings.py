@@ -1,0 +1,89 @@
+"""Replicas that don't add alike: each gets an error that names two of them, and none a sum."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from errors_table import check_documented
+from processes import run_processes
+
+from adaptra.collectives.algorithms import sum_messages
+from adaptra.collectives.rounds import Algorithm, TermMessage, chain, direct
+from adaptra.errors import ControlError
+from adaptra.runtime.data_parallel.collectives.engine import GroupSum
+from adaptra.runtime.data_parallel.collectives.openings import name_of
+from adaptra.runtime.transports.process_groups import Members, end_waits, new_group
+
+RANKS = 3
+OTHER_SUM = "rank … adds …; rank …: …: expected the same on all replicas of a stage"
+SECONDS = 2.0
+
+
+def with_late(late: int, replicas: int, parts: int, rank: int | None) -> Iterator[TermMessage]:
+    return sum_messages("streamed", replicas, parts, (late,))
+
+
+def without_name(late: int) -> Algorithm:
+    def algorithm(replicas: int, parts: int, rank: int | None) -> Iterator[TermMessage]:
+        return with_late(late, replicas, parts, rank)
+
+    return algorithm
+
+
+USUAL: dict[str, Any] = {"algorithm": direct, "limit": 4096, "dtype": None, "sizes": [3000, 5], "mean": True, "number": 7}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "algorithm": ({}, {"algorithm": chain}),
+    "late rank": ({"algorithm": partial(with_late, 0)}, {"algorithm": partial(with_late, 2)}),
+    "rounds of one name": ({"algorithm": without_name(0)}, {"algorithm": without_name(2)}),
+    "someone late": ({}, {"algorithm": partial(with_late, 2)}),
+    "buckets": ({}, {"limit": 8192}),
+    "dtype": ({}, {"dtype": torch.float64}),
+    "sizes that make as many bytes": ({}, {"sizes": [5, 3000]}),
+    "sum or mean": ({}, {"mean": False}),
+    "a sum behind": ({}, {"number": 8}),
+}
+
+
+def differ(rank: int) -> list[tuple[str, str, float]]:
+    """How a sum ends, by case: class and text of the error, and seconds. Rank 1 differs from the others."""
+    dist.init_process_group("gloo")
+    ends: list[tuple[str, str, float]] = []
+    for name, (usual, other) in CASES.items():
+        how = {**USUAL, **usual, **(other if rank == 1 else {})}
+        group = new_group(Members(name, rank, RANKS))
+        total = GroupSum(group, algorithm=how["algorithm"], limit=how["limit"], dtype=how["dtype"], ranks=[10, 11, 12])
+        terms = [torch.ones(size) for size in how["sizes"]]
+        dist.barrier()
+        began = time.monotonic()
+        try:
+            total.combine_late(terms, terms.__getitem__, mean=how["mean"], number=how["number"])
+            ends.append(("", "a sum", time.monotonic() - began))
+        except RuntimeError as error:
+            end_waits(group)
+            ends.append((type(error).__name__, str(error), time.monotonic() - began))
+        dist.barrier()
+    return ends
+
+
+@pytest.mark.processes
+def test_replicas_that_add_otherwise_are_named_and_none_has_a_sum() -> None:
+    told = run_processes(differ, RANKS)
+    for number, case in enumerate(CASES):
+        ends = [one[number] for one in told]
+        assert all(kind and seconds < SECONDS for kind, _, seconds in ends), f"{case}: {ends}"
+        named = [text for kind, text, _ in ends if kind == ControlError.__name__]
+        assert named, f"{case}: {ends}"
+        for text in named:
+            check_documented(ControlError.__name__, text, OTHER_SUM)
+            assert "rank 11" in text, case
+
+
+def test_an_algorithm_is_named_with_what_it_was_given() -> None:
+    assert name_of(direct) == "direct"
+    assert name_of(partial(with_late, 2)) == "with_late(2,)"
