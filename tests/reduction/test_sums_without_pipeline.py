@@ -13,6 +13,8 @@ from errors_table import check_documented
 from processes import run_processes
 from torch import Tensor, nn
 
+from adaptra.collectives.rounds import ALGORITHMS
+
 pytestmark = pytest.mark.processes
 
 RANKS = 3
@@ -216,8 +218,18 @@ def test_training_has_the_bits_of_one_process(sharded: bool) -> None:
             assert all(torch.equal(torch.from_numpy(one), other) for one, other in zip(weights, expected, strict=True))
 
 
-def lose(rank: int, number: int, sent: int) -> list[tuple[str, int | None]]:
-    """How a sum of two buckets and the next one end, of which rank 1 is lost as it begins some message: error and rank."""
+Death = tuple[Any, int, int]
+"""The algorithm of a sum, its buckets, and how many messages the lost rank had begun before."""
+
+COUNT = 2000
+"""Elements of a sum."""
+
+
+def lose(rank: int, deaths: list[Death], sent: int) -> list[list[tuple[str, int | None]]]:
+    """How sums of three ranks end whose second one is lost as it begins some message: by sum, the errors and the ranks named.
+
+    The first and the last rank take part in all of them. What ends a sum ends the next one too.
+    """
     import torch.distributed as dist
 
     import adaptra
@@ -226,40 +238,61 @@ def lose(rank: int, number: int, sent: int) -> list[tuple[str, int | None]]:
     from adaptra.runtime.data_parallel.collectives.carriers import GlooCarrier
 
     dist.init_process_group("gloo")
-    how = adaptra.Reduce(bucket=4000)
-    reduction.all_reduce(torch.ones(3), how=how)
+    last = len(deaths) + 1
+    groups: list[Any] = [dist.new_group([0, lost, last]) for lost in range(1, last)]
     carrier: Any = GlooCarrier
-    begin, messages = carrier.begin, 0
+    begin, left = carrier.begin, -1
 
     def begin_or_end(*args: Any) -> None:
-        nonlocal messages
-        if rank == 1 and messages == number:
+        nonlocal left
+        if left == 0:
             os.kill(os.getpid(), sent)
-        messages += 1
+        left -= 1
         begin(*args)
 
     carrier.begin = begin_or_end
-    ends: list[tuple[str, int | None]] = []
-    for _ in range(2):
-        tensor = torch.full((2000,), float(rank))
-        try:
-            reduction.all_reduce(tensor, how=how)
-            assert tensor.eq(3.0).all(), "a torn sum"
-        except PeerLostError as error:
-            ends.append((str(error), error.rank))
+    ends: list[list[tuple[str, int | None]]] = []
+    for lost, (group, (algorithm, buckets, begun)) in enumerate(zip(groups, deaths, strict=True), 1):
+        if rank not in (0, lost, last):
+            continue
+        how = adaptra.Reduce(algorithm=algorithm, bucket=4 * COUNT // buckets)
+        reduction.all_reduce(torch.ones(3), group, how=how)
+        left = begun if rank == lost else -1
+        told: list[tuple[str, int | None]] = []
+        for _ in range(2):
+            tensor = torch.full((COUNT,), float(rank))
+            try:
+                reduction.all_reduce(tensor, group, how=how)
+                assert tensor.eq(lost + last).all(), "a torn sum"
+            except PeerLostError as error:
+                told.append((str(error), error.rank))
+        ends.append(told)
     return ends
 
 
-MESSAGES = (0, 1, 3, 6, 9, 12, 15)
-"""Some of the 16 that one of three ranks begins for two buckets, with the first and the last."""
+def deaths_in(algorithm: str, buckets: int) -> list[Death]:
+    """A death at the first message of each round that the second of three ranks takes part in."""
+    rounds = [one.round for one in ALGORITHMS[algorithm](RANKS, buckets * RANKS, 1)]
+    return [(algorithm, buckets, rounds.index(one)) for one in sorted({*rounds})]
+
+
+# Buckets of direct sums overlap; those of a chain are parts behind each other, as one has them.
+EVERY_DEATH = [*deaths_in("direct", 2), *deaths_in("chain", 1)]
+FROZEN = [EVERY_DEATH[number] for number in (0, 5, 8, 13)]
+AT_ONCE = 6
+"""Deaths in one set of processes."""
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_is_named_on_all_others(sent: int) -> None:
-    for number in MESSAGES if sent == signal.SIGKILL else (0, 9):
-        told = run_processes(lose, RANKS, number, sent, may_die=(1,))
-        for text, lost in (*told[0], *told[2]):
-            check_documented("PeerLostError", text, LOST)
-            assert lost == 1
-            assert ("has ended" if sent == signal.SIGKILL else "has not answered") in text
-        assert told[0] and told[2]
+def test_a_lost_rank_is_named_on_all_others_in_each_round(sent: int) -> None:
+    every = EVERY_DEATH if sent == signal.SIGKILL else FROZEN
+    for begin in range(0, len(every), AT_ONCE):
+        deaths = every[begin : begin + AT_ONCE]
+        told = run_processes(lose, len(deaths) + 2, deaths, sent, may_die=tuple(range(1, len(deaths) + 1)))
+        for lost, (death, *of_survivors) in enumerate(zip(deaths, told[0], told[-1], strict=True), 1):
+            for ends in of_survivors:
+                assert ends, f"{death}: a survivor has no error"
+                for text, named in ends:
+                    check_documented("PeerLostError", text, LOST)
+                    assert named == lost, f"{death}: {text}"
+                    assert ("has ended" if sent == signal.SIGKILL else "has not answered") in text
