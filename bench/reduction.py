@@ -23,7 +23,9 @@ from _ranks import run_on_ranks
 from _table import Row, parser, print_rows
 from torch import nn
 
+import adaptra
 from adaptra import reduction
+from adaptra.collectives.rounds import ALGORITHMS
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tests" / "support"))
 from processes import run_processes
@@ -116,20 +118,20 @@ def measure_fsdp(rank: int, steps: int, width: int) -> tuple[list[float], str]:
     return in_turn(rank, steps, None, *sides), weights_of(models[0])
 
 
-def measure_loss(rank: int, sent: int) -> float:
+def measure_loss(rank: int, sent: int, algorithm: Any) -> float:
     """Seconds from the end of rank 1 in the middle of a sum until all others have an error that names it."""
     from adaptra.errors import PeerLostError
 
     dist.init_process_group("gloo")
-    tensor = torch.ones(2**20)
-    reduction.all_reduce(tensor)
+    tensor, how = torch.ones(2**20), adaptra.Reduce(algorithm=algorithm)
+    reduction.all_reduce(tensor, how=how)
     dist.barrier()
     if rank == 1:
         threading.Timer(0.05, os.kill, (os.getpid(), sent)).start()
     began = time.monotonic() + 0.05
     try:
         while True:
-            reduction.all_reduce(tensor)
+            reduction.all_reduce(tensor, how=how)
     except PeerLostError as error:
         seconds = time.monotonic() - began
         if error.rank != 1:
@@ -162,13 +164,14 @@ def main() -> int:
     rows.append(Row("FSDP2 step", ours, theirs, "ms", 2 * given.steps))
     rows.append(Row("other bits in a second run of FSDP2", int(of_fsdp[0][1] != of_fsdp[1][1]), 0, "", 2))
     for sent, bar in ((signal.SIGKILL, 1.0), (signal.SIGSTOP, 3.0)):
-        told = [run_processes(measure_loss, given.ranks, sent, may_die=(1,)) for _ in range(given.losses)]
-        longest = [max(seconds for seconds in one if seconds is not None) for one in told]
-        if longest:
-            rows.append(
-                Row(f"{sent.name}: until all others name it, median", statistics.median(longest), bar, "s", len(longest))
-            )
-            rows.append(Row(f"{sent.name}: longest", max(longest), bar, "s", len(longest)))
+        for algorithm in ALGORITHMS:
+            told = [run_processes(measure_loss, given.ranks, sent, algorithm, may_die=(1,)) for _ in range(given.losses)]
+            longest = [max(seconds for seconds in one if seconds is not None) for one in told]
+            if longest:
+                name = f"{sent.name}, {algorithm}"
+                median = statistics.median(longest)
+                rows.append(Row(f"{name}: until all others name it, median", median, bar, "s", len(longest)))
+                rows.append(Row(f"{name}: longest", max(longest), bar, "s", len(longest)))
     print_rows(f"{given.ranks} ranks over gloo", rows, baseline="torch's, or bar", as_json=given.json)
     return 0
 
