@@ -219,7 +219,7 @@ class GroupSum:
         end = terms.end_own if owners else terms.end_bucket
         name: SumName | None = None
         if number is not None and self._through_host:
-            how = f"{name_of(algorithm)} in {len(buckets)} buckets of {self._limit} bytes"
+            how = f"{name_of(algorithm)} in buckets of {self._limit} bytes"
             added_in = "" if self._dtype is None else f", in {str(self._dtype).removeprefix('torch.')} at least"
             what = f"{len(like)} tensors of {sum(one.nbytes for one in like)} bytes"
             text = f"{what} by {how}{added_in}, {'mean' if mean else 'sum'} {number}"

@@ -11,18 +11,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from errors_table import check_documented
+from models import Example, square_loss, vectors
 from processes import run_processes
+from torch import nn
+from training import compiled
 
 from adaptra.collectives.algorithms import sum_messages
 from adaptra.collectives.rounds import Algorithm, TermMessage, chain, direct
-from adaptra.errors import ControlError
+from adaptra.errors import AdaptraError, ControlError
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 from adaptra.runtime.data_parallel.collectives.openings import name_of
 from adaptra.runtime.transports.process_groups import Members, end_waits, new_group
+from adaptra.runtime.worker.step import step_end
 
 RANKS = 3
 OTHER_SUM = "rank … adds …; rank …: …: expected the same on all replicas of a stage"
 SECONDS = 2.0
+LINEAR = Example("linear", lambda: nn.Linear(8, 8), vectors(8), square_loss)
 
 
 def with_late(late: int, replicas: int, parts: int, rank: int | None) -> Iterator[TermMessage]:
@@ -82,6 +87,33 @@ def test_replicas_that_add_otherwise_are_named_and_none_has_a_sum() -> None:
         for text in named:
             check_documented(ControlError.__name__, text, OTHER_SUM)
             assert "rank 11" in text, case
+
+
+def train(rank: int) -> tuple[str, str, float]:
+    """How a step of a job of three replicas ends where rank 1 takes one algorithm for the other: the error, and its seconds."""
+    dist.init_process_group("gloo")
+    if rank == 1:
+        changed: Any = step_end
+        changed.ALGORITHMS = {"direct": chain}
+    batch = LINEAR.rows(4, 0)
+    with compiled(LINEAR, batch, stages=1, microbatches=2) as pipe:
+        (inputs,), _, targets = batch
+        began = time.monotonic()
+        try:
+            pipe.step(inputs, targets)
+        except AdaptraError as error:
+            return type(error).__name__, str(error), time.monotonic() - began
+    return "", "a sum", 0.0
+
+
+@pytest.mark.processes
+def test_a_step_with_such_a_sum_fails_on_all_ranks() -> None:
+    told = run_processes(train, RANKS)
+    assert [kind for kind, *_ in told] == ["PeerLostError", "ControlError", "PeerLostError"]
+    for _, text, seconds in told:
+        assert "rank 1 adds 2 tensors of 288 bytes by chain" in text
+        assert "; rank 0: 2 tensors of 288 bytes by direct" in text
+        assert seconds < SECONDS
 
 
 def test_an_algorithm_is_named_with_what_it_was_given() -> None:
