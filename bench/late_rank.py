@@ -9,27 +9,16 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from _ranks import run_on_hosts
 from _table import Row, parser, print_rows
 
-from adaptra.collectives.algorithms import LATE, sum_messages
-from adaptra.collectives.rounds import ALGORITHMS, Algorithm, TermMessage
+from adaptra.collectives.algorithms import LATE, algorithm_of
+from adaptra.collectives.rounds import ALGORITHMS
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
-
-
-def algorithm_of(name: str, late: list[int]) -> Algorithm:
-    """An algorithm in which these ranks are late, if there are such."""
-    if name in ALGORITHMS:
-        return ALGORITHMS[name]
-
-    def messages(replicas: int, parts: int, _rank: int | None) -> Iterator[TermMessage]:
-        return sum_messages(name, replicas, parts, tuple(late))
-
-    return messages
 
 
 def measure(rank: int, algorithms: list[str], late: list[int], sizes: list[int], delay: float, runs: int) -> list[float]:
@@ -38,7 +27,9 @@ def measure(rank: int, algorithms: list[str], late: list[int], sizes: list[int],
     assert group is not None, "the ranks have joined"
     size, limit = sizes
     values = torch.randn(size // 4)
-    sums = [GroupSum(group, algorithm=algorithm_of(name, late), limit=limit) for name in algorithms]
+    sums = [
+        GroupSum(group, algorithm=algorithm_of(name, tuple(late) if name in LATE else ()), limit=limit) for name in algorithms
+    ]
     works: list[Callable[[], object]] = [lambda one=one: one.combine([values], mean=False) for one in sums]
     works.append(lambda: dist.all_reduce(values, group=group))
     seconds = [math.inf] * len(works)

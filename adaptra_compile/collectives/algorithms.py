@@ -8,7 +8,7 @@ from typing import Final
 
 from adaptra.collectives.merge import merge, swap
 from adaptra.collectives.references import doubling, ring
-from adaptra.collectives.rounds import ALGORITHMS, TermMessage
+from adaptra.collectives.rounds import ALGORITHMS, Algorithm, TermMessage
 from adaptra.collectives.schedule import SumSchedule
 from adaptra.collectives.streamed import streamed
 from adaptra.errors import ScheduleError
@@ -32,6 +32,17 @@ def sum_schedule(name: str, ranks: int, parts: int, late: tuple[int, ...] = ()) 
     """
     empty = SumSchedule(name, ranks, parts, late, (), name not in REFERENCES)
     return replace(empty, messages=tuple(sum_messages(name, ranks, parts, late)))
+
+
+def algorithm_of(name: str, late: tuple[int, ...] = ()) -> Algorithm:
+    """Return an algorithm as the engine takes it; arguments are those of :func:`sum_messages`."""
+    if name in ALGORITHMS and not late:
+        return ALGORITHMS[name]
+
+    def messages(replicas: int, parts: int, _rank: int | None) -> Iterator[TermMessage]:
+        return sum_messages(name, replicas, parts, late)
+
+    return messages
 
 
 def sum_messages(name: str, ranks: int, parts: int, late: tuple[int, ...] = ()) -> Iterator[TermMessage]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from adaptra.collectives.rounds import ALGORITHMS
-from adaptra.errors import LaunchError
+from adaptra.errors import LaunchError, OptionError
 from adaptra.reduction.peer_watch import PeerWatch
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 from adaptra.runtime.options.reduce_options import Reduce
@@ -56,9 +56,12 @@ class Peers:
 
     Raises:
         LaunchError: There is no process group, or this process is no member.
+        OptionError: Sums are to be made as late ranks need it. Only a pipeline's steps tell when ranks come.
     """
 
     def __init__(self, group: ProcessGroup | None, how: Reduce) -> None:
+        if how.is_auto:
+            raise OptionError(f"{how}: expected algorithm='direct' or 'chain', as only a pipeline's steps tell when ranks come")
         joined = joined_group(group)
         self.ranks: Final = dist.get_process_group_ranks(joined)
         self.rank: Final = dist.get_rank(joined)

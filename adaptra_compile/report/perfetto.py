@@ -136,6 +136,7 @@ def _events(
         times = {"start": reduce.start, "end": reduce.end}
         start, length = (reduce.start - zero) * scale, (reduce.end - reduce.start) * scale
         arguments = {"reduce": reduce.rank, "bytes": reduce.nbytes, "exposed": reduce.exposed} | times
+        arguments |= {} if reduce.choice is None else {"choice": reduce.choice}
         yield slice_of(process, reduce.rank + 1, "REDUCE", "REDUCE", start, length, arguments)
         if reduce.exposed:  # Perfetto draws it within the slice of the whole sum
             start, length = (reduce.end - reduce.exposed - zero) * scale, reduce.exposed * scale
@@ -325,7 +326,11 @@ def _read_slices(program: Program, source: Source, unit: float | None, events: I
                 exposed = arguments.get("exposed")
                 if exposed is not None and not (is_finite(exposed) and 0.0 <= exposed <= end - start):
                     raise ReportError(f"event REDUCE: exposed {exposed!r}: expected a time of at most end - start, or null")
-                reduces.append(ReduceInterval(rank, start, end, nbytes, None if exposed is None else float(exposed)))
+                choice = arguments.get("choice")
+                if choice is not None and not isinstance(choice, str):
+                    raise ReportError(f"event REDUCE: choice {choice!r}: expected a text or none")
+                known = None if exposed is None else float(exposed)
+                reduces.append(ReduceInterval(rank, start, end, nbytes, known, choice))
             case {"exposed": int(_)} | {"step": int(_)}:
                 pass  # the slice of REDUCE has it too; an update or a later step belongs to no timeline
             case arguments:

@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from adaptra.errors import ControlError, ReportError
 from adaptra.runtime.control.plans.events import ControlEvent, EventKind
+from adaptra.runtime.measuring.measurement import choice_to_json
 from adaptra.runtime.measuring.reduces import StepReduces, usual_reduces
 from adaptra.runtime.telemetry.records import (
     PathsChanged,
@@ -231,6 +232,7 @@ class Run:
                             "hidden": each.hidden,
                             "exposed": each.exposed,
                             "bytes": each.nbytes,
+                            **({} if each.choice is None else {"choice": choice_to_json(each.choice)}),
                         }
                         for each in one.stages
                     ],

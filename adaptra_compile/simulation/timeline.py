@@ -58,7 +58,8 @@ class MessageInterval:
 class ReduceInterval:
     """The sum over the replicas of a rank's gradients, whose bytes are given.
 
-    ``exposed`` is the time by which it delayed the rank's next step, None where not known.
+    ``exposed`` is the time by which it delayed the rank's next step, None where not known. ``choice`` says in words who came
+    late and how it was made; None where a job does not choose.
     """
 
     rank: int
@@ -66,6 +67,7 @@ class ReduceInterval:
     end: float
     nbytes: int
     exposed: float | None = None
+    choice: str | None = None
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from adaptra.runtime.transports.process_groups import (
     new_group,
 )
 from adaptra.runtime.world.world import ProcessId, WorkerId, World
+from adaptra.simulation.links import Link
 
 MEASURED_ROUNDS: Final = 3
 """The number of other replicas to which each one measures its link. So many replicas start no later than few."""
@@ -79,6 +80,7 @@ class Replicas:
     Attributes:
         index: The index of this rank's pipeline in the job, from 0.
         count: The number of replicas.
+        link: The slowest of the measured links between them; None before :meth:`measure`, and where none are measured.
     """
 
     def __init__(self, world: World, worker: WorkerId, name: str, device: torch.device, backend: str | None = None) -> None:
@@ -91,26 +93,48 @@ class Replicas:
             new_group(Members(f"{name}/stage {place}{part}", self.index, self.count), backend)
             for part in (("", " aside") if self.count > 1 else ())
         )
+        self.link: Link | None = None
         self._sums = {one: GroupSum(one, ranks=self.ranks) for one in self._groups}
+        self._gradients = self._sums[self._groups[0]] if self._groups else None
+        self._dtype: torch.dtype | None = None
         self._number = 0  # of sums of gradients
         self._lock = threading.Lock()
         self._ended = False
 
     def add_by(self, algorithm: Algorithm, *, limit: int | None, dtype: torch.dtype | None) -> None:
         """Set how sums are computed from now on; arguments are those of :class:`.collectives.engine.GroupSum`."""
-        self._sums = {one: GroupSum(one, algorithm=algorithm, limit=limit, dtype=dtype, ranks=self.ranks) for one in self._sums}
+        self._dtype = dtype
+        self._sums = {one: self._sum_by(one, algorithm, limit) for one in self._sums}
+        self._gradients = self._sums[self._group]
 
-    def best_bucket(self, nbytes: int) -> int:
-        """Return the bucket size that suits ``nbytes`` of gradients and the measured links, the same on all replicas.
+    def add_gradients_by(self, algorithm: Algorithm, limit: int) -> None:
+        """Set how gradients alone are summed from now on. All replicas do, between the same two sums.
+
+        Args:
+            algorithm: The rounds.
+            limit: The most bytes of a bucket.
+        """
+        self._gradients = self._sum_by(self._group, algorithm, limit)
+
+    def add_gradients_as_losses(self) -> None:
+        """Have gradients summed as :meth:`add_by` has set for all, from now on."""
+        self._gradients = self._sums[self._group]
+
+    def measure(self) -> None:
+        """Measure the links between replicas, if there are several and their group is one of gloo.
 
         All of them call it, when nothing else travels; raises as :meth:`combine_gradients`.
         """
+        if self.count > 1 and is_gloo(self._aside):
+            with self._naming_the_lost():
+                self.link = slowest([*measure_links(self._aside, MEASURED_ROUNDS).values()])
+
+    def best_bucket(self, nbytes: int) -> int:
+        """Return the bucket size that suits ``nbytes`` of gradients and the measured links, the same on all replicas."""
         least = LEAST_DEVICE_BYTES if self._gradients_on.type == "cuda" else LEAST_BYTES
-        if self.count == 1 or not is_gloo(self._aside):
+        if self.link is None:
             return max(bucket_bytes(self.count), least)
-        with self._naming_the_lost():
-            links = measure_links(self._aside, MEASURED_ROUNDS).values()
-        return best_bucket_bytes(nbytes, self.count, slowest([*links]), least)
+        return best_bucket_bytes(nbytes, self.count, self.link, least)
 
     def combine_gradients(
         self,
@@ -144,8 +168,9 @@ class Replicas:
         if self.count > 1:
             self._number += 1
             with self._naming_the_lost():
-                self._sums[self._group].combine_late(like, gradient, mean=mean, owners=owners, number=self._number)
-                self._sums[self._group].check()
+                assert self._gradients is not None, "several replicas have a sum"
+                self._gradients.combine_late(like, gradient, mean=mean, owners=owners, number=self._number)
+                self._gradients.check()
         return sum(one.nbytes for one in like)
 
     def combine_losses(
@@ -191,6 +216,9 @@ class Replicas:
         with self._naming_the_lost():
             self._group.allreduce([answer], options).wait()
         return answer.tolist()
+
+    def _sum_by(self, group: dist.ProcessGroup, algorithm: Algorithm, limit: int | None) -> GroupSum:
+        return GroupSum(group, algorithm=algorithm, limit=limit, dtype=self._dtype, ranks=self.ranks)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -274,7 +302,7 @@ class Replicas:
 
     def release(self) -> None:
         """Release the groups of an epoch that has broken: their descriptors and threads end with the last reference."""
-        self._groups, self._sums = (), {}
+        self._groups, self._sums, self._gradients = (), {}, None
 
     def end(self) -> None:
         """End the groups, once nothing is under way and nothing has failed. May be called again."""

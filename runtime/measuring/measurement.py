@@ -13,6 +13,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Final
 
+from adaptra.collectives.choice import SumWay
+from adaptra.collectives.late_ranks import SumChoice
 from adaptra.json_files import Fields
 
 FITTED_MESSAGES: Final = 64
@@ -102,12 +104,14 @@ class ReduceTimes:
         seconds: The duration of the sum. In it the rank may wait for the other replicas.
         exposed: The seconds by which it delayed the rank's first op of the next step; None where not known.
         nbytes: The bytes of the gradients that were added.
+        choice: How it was made, and when the replicas came to it; None where a job does not choose.
     """
 
     step: int
     seconds: float
     exposed: float | None
     nbytes: int
+    choice: SumChoice | None = None
 
 
 IF_MEASURED: Final = ("reduce", "update", "has_met")
@@ -214,13 +218,41 @@ def _read_edge(fields: Fields) -> EdgeMeasurement:
 
 
 def _reduce_to_json(reduce: ReduceTimes) -> dict[str, Any]:
-    return {"step": reduce.step, "seconds": reduce.seconds, "exposed": reduce.exposed, "bytes": reduce.nbytes}
+    fields = {"step": reduce.step, "seconds": reduce.seconds, "exposed": reduce.exposed, "bytes": reduce.nbytes}
+    return fields if reduce.choice is None else fields | {"choice": choice_to_json(reduce.choice)}
+
+
+def choice_to_json(choice: SumChoice) -> dict[str, Any]:
+    """Return the JSON object that :func:`read_choice` reads back to an equal one."""
+    return {
+        "algorithm": choice.way.algorithm,
+        "late": [*choice.way.late],
+        "parts": choice.way.parts,
+        "lateness": [*choice.lateness],
+        "seconds": dict(choice.seconds),
+        "wrong_guess": choice.wrong_guess,
+    }
+
+
+def read_choice(data: object) -> SumChoice:
+    """Read how a sum was made.
+
+    Raises:
+        ControlError: A field is missing, unknown or invalid.
+    """
+    fields = Fields(data, "how a sum was made")
+    way = SumWay(fields.text("algorithm", at_most=16), fields.wholes("late"), fields.whole("parts", at_least=1))
+    lateness = fields.numbers("lateness", len(fields.items("lateness")))
+    choice = SumChoice(way, lateness, tuple(fields.numbers_by_name("seconds").items()), fields.number("wrong_guess"))
+    fields.end()
+    return choice
 
 
 def _read_reduce(data: object) -> ReduceTimes:
     fields = Fields(data, "measurement: reduce")
     seconds, exposed = fields.number("seconds"), fields.number_or_none("exposed")
-    reduce = ReduceTimes(fields.whole("step"), seconds, exposed, fields.whole("bytes"))
+    choice = None if (found := fields.raw("choice", None)) is None else read_choice(found)
+    reduce = ReduceTimes(fields.whole("step"), seconds, exposed, fields.whole("bytes"), choice)
     if exposed is not None and exposed > seconds:
         raise fields.refuse("exposed", f"at most seconds={seconds}", exposed)
     fields.end()

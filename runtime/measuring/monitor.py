@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, Final, NamedTuple
 
+from adaptra.collectives.late_ranks import SumChoice
 from adaptra.errors import ControlError, ScheduleError
 from adaptra.json_files import Fields
 from adaptra.program import Kind, Op, Program, parse_recorded_op
@@ -24,7 +25,9 @@ from adaptra.runtime.measuring.measurement import (
     ReduceTimes,
     StageMeasurement,
     StepMeasurement,
+    choice_to_json,
     estimate_edge,
+    read_choice,
 )
 from adaptra.runtime.measuring.reduces import FirstOp, exposed_seconds
 from adaptra.runtime.measuring.stalls import StallTracker
@@ -70,12 +73,14 @@ class ReduceRecord(NamedTuple):
     """The sum of a rank's gradients over the replicas: its start and end in seconds of the monotonic clock, and its bytes.
 
     ``exposed`` are the seconds by which it delayed the rank's next step. They are None until that has ended, or if not known.
+    ``choice`` says how it was made, where a job chooses, and when the replicas came to it.
     """
 
     start: float
     end: float
     nbytes: int
     exposed: float | None = None
+    choice: SumChoice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +119,7 @@ class StepRecords:
             "end": self.end,
             "ops": [{"op": str(op), "start": start, "end": end} for op, start, end in self.ops],
             "messages": [{**message._asdict(), "kind": message.kind.value} for message in self.messages],
-            "reduce": None if self.reduce is None else self.reduce._asdict(),
+            "reduce": None if self.reduce is None else _reduce_to_json(self.reduce),
         }
 
     @staticmethod
@@ -159,10 +164,17 @@ def _read_message(fields: Fields) -> MessageRecord:
     return MessageRecord(Kind(kind), *whole, *instants, replica=replica)
 
 
+def _reduce_to_json(reduce: ReduceRecord) -> dict[str, Any]:
+    fields = reduce._asdict()
+    del fields["choice"]
+    return fields if reduce.choice is None else fields | {"choice": choice_to_json(reduce.choice)}
+
+
 def _read_reduce(data: object) -> ReduceRecord:
     fields = Fields(data, "records of a step: reduce")
     span = fields.instant("start"), fields.instant("end")
-    record = ReduceRecord(*span, fields.whole("nbytes"), fields.number_or_none("exposed"))
+    choice = None if (found := fields.raw("choice", None)) is None else read_choice(found)
+    record = ReduceRecord(*span, fields.whole("nbytes"), fields.number_or_none("exposed"), choice)
     fields.end()
     return record
 
@@ -211,7 +223,7 @@ class Monitor:
         self._probes: dict[tuple[int, int], tuple[float, float]] = {}
         self._rates: dict[tuple[int, int], EdgeEstimate] = {}
         self._occupancies: dict[tuple[int, int], float] = {}
-        self._reduce: tuple[Any, Any, int] | None = None
+        self._reduce: tuple[Any, Any, int, SumChoice | None] | None = None
         self._first = FirstOp()
         self._between = _Between()
         self._links: deque[LinkRecord] = deque(maxlen=_KEPT_LINKS)
@@ -286,7 +298,12 @@ class Monitor:
 
     def reduce(self, start: Any, end: Any, nbytes: int) -> None:
         """Record that the step's gradients were added over the replicas between two marks, and their bytes."""
-        self._reduce = start, end, nbytes
+        self._reduce = start, end, nbytes, None
+
+    def chose(self, choice: SumChoice) -> None:
+        """Record how the step's gradients were added, which :meth:`reduce` has recorded, and when the replicas came to it."""
+        if self._reduce is not None:
+            self._reduce = *self._reduce[:3], choice
 
     def end_step(self, step: int, start: float, end: float, shape: int = 0) -> StepMeasurement:
         """Condense the step that ran from ``start`` to ``end``, keep its records and begin the next step.
@@ -324,7 +341,9 @@ class Monitor:
         ops = tuple(OpRecord(op, next(marks), next(marks)) for op, *_ in self._ops)
         waits = [(op, -next(marks) + next(marks)) for op, *_ in self._waits]
         messages = tuple(MessageRecord(*one[:8], next(marks), one[9]) for one in self._messages)
-        reduce = None if self._reduce is None else ReduceRecord(next(marks), next(marks), self._reduce[2])
+        reduce = (
+            None if self._reduce is None else ReduceRecord(next(marks), next(marks), self._reduce[2], None, self._reduce[3])
+        )
         # A GPU may finish an op or the sum after the host has ended the step.
         latest = max((*(op.end for op in ops), *(() if reduce is None else (reduce.end,))), default=end)
         return StepRecords(self._rank, step, start, max(end, latest), ops, messages, reduce), ready, waits
@@ -363,14 +382,14 @@ class Monitor:
         before = self._kept[-1] if self._kept else None
         if before is None or before.reduce is None:
             return None
-        start, end, nbytes, _ = before.reduce
+        start, end, nbytes, _, choice = before.reduce
         exposed = None
         if self._between.is_nothing and records.ops:
             computed = max((op.end for op in before.ops), default=start)
             usual = {(edge.source, edge.destination): edge.estimate.flight for edge in edges}
             exposed = exposed_seconds(start, end, computed, ready, self._first.arrival(usual))
         self._kept[-1] = replace(before, reduce=before.reduce._replace(exposed=exposed))
-        return ReduceTimes(before.step, end - start, exposed, nbytes)
+        return ReduceTimes(before.step, end - start, exposed, nbytes, choice)
 
     def _measure_update(self, records: StepRecords, ready: float) -> float | None:
         """Return the seconds between the last op of the step before these records and the rank's readiness for them."""
@@ -430,7 +449,7 @@ def _interval(rank: int, reduce: ReduceRecord, zero: float) -> ReduceInterval:
     start, end = reduce.start - zero, reduce.end - zero
     # Differences of rounded times may be less than the exposed part by a rounding.
     exposed = None if reduce.exposed is None else min(reduce.exposed, end - start)
-    return ReduceInterval(rank, start, end, reduce.nbytes, exposed)
+    return ReduceInterval(rank, start, end, reduce.nbytes, exposed, None if reduce.choice is None else str(reduce.choice))
 
 
 def merge_timelines(

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
 
+from adaptra.collectives.late_ranks import SumChoice
 from adaptra.runtime.measuring.measurement import ReduceTimes, StepMeasurement
 
 MOST_PENDING: Final = 16
@@ -32,6 +33,7 @@ class StageReduce:
         hidden: The seconds of it that cost the rank nothing; None where not known.
         exposed: The other seconds, by which it delayed the rank's first op of the next step; None where not known.
         nbytes: The bytes of the gradients that were added.
+        choice: How it was made, who came late to it and what other ways would take; None where a job does not choose.
     """
 
     stages: tuple[int, ...]
@@ -39,6 +41,7 @@ class StageReduce:
     hidden: float | None
     exposed: float | None
     nbytes: int
+    choice: SumChoice | None = None
 
     @property
     def name(self) -> str:
@@ -49,7 +52,7 @@ class StageReduce:
         text = f"stage {self.name}: {1e3 * self.seconds:.1f} ms"
         if self.hidden is not None and self.exposed is not None:
             text += f", hidden {1e3 * self.hidden:.1f} ms, exposed {1e3 * self.exposed:.1f} ms"
-        return f"{text}, {self.nbytes} bytes"
+        return f"{text}, {self.nbytes} bytes" + ("" if self.choice is None else f"; {self.choice}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +130,7 @@ def own_reduce(measurement: StepMeasurement) -> tuple[StageReduce, ...]:
 def _stage_reduce(measurement: StepMeasurement, reduce: ReduceTimes) -> StageReduce:
     stages = tuple(one.stage for one in measurement.stages)
     hidden = None if reduce.exposed is None else reduce.seconds - reduce.exposed
-    return StageReduce(stages, reduce.seconds, hidden, reduce.exposed, reduce.nbytes)
+    return StageReduce(stages, reduce.seconds, hidden, reduce.exposed, reduce.nbytes, reduce.choice)
 
 
 def usual_reduces(steps: Sequence[StepReduces]) -> tuple[StageReduce, ...]:
@@ -148,6 +151,7 @@ def usual_reduces(steps: Sequence[StepReduces]) -> tuple[StageReduce, ...]:
                 median(hidden) if hidden else None,
                 median(exposed) if exposed else None,
                 entries[-1].nbytes,
+                entries[-1].choice,
             )
         )
     return tuple(usual)

@@ -206,6 +206,7 @@ def _event(event: ControlEvent, rank: tuple[str, str]) -> Iterator[Sample]:
             | EventKind.LIMITED
             | EventKind.SHARED
             | EventKind.DETOURED
+            | EventKind.LATE
             | EventKind.ROLES
             | EventKind.SPLIT
             | EventKind.COMPILED

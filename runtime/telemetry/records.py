@@ -15,7 +15,7 @@ from adaptra.errors import ControlError
 from adaptra.json_files import Fields
 from adaptra.program.placement import stages_of
 from adaptra.runtime.control.plans.events import ControlEvent, EventKind
-from adaptra.runtime.measuring.measurement import IF_MEASURED, StepMeasurement
+from adaptra.runtime.measuring.measurement import IF_MEASURED, StepMeasurement, choice_to_json, read_choice
 from adaptra.runtime.measuring.reduces import StageReduce, StepReduces
 from adaptra.simulation.worker_steps import WorkerStep, worker_name
 
@@ -257,7 +257,8 @@ def _read(fields: Fields, event: str, where: str) -> Record:
 
 def _reduce_to_json(reduce: StageReduce) -> dict[str, Any]:
     times = {"seconds": reduce.seconds, "hidden": reduce.hidden, "exposed": reduce.exposed}
-    return {"stages": list(reduce.stages), **times, "bytes": reduce.nbytes}
+    choice = {} if reduce.choice is None else {"choice": choice_to_json(reduce.choice)}
+    return {"stages": list(reduce.stages), **times, "bytes": reduce.nbytes, **choice}
 
 
 def _read_reduces(fields: Fields) -> StepReduces:
@@ -269,7 +270,8 @@ def _read_reduce(fields: Fields) -> StageReduce:
     if not stages:
         raise fields.refuse("stages", "the numbers of a rank's stages", stages)
     times = fields.number("seconds"), fields.number_or_none("hidden"), fields.number_or_none("exposed")
-    reduce = StageReduce(stages, *times, fields.whole("bytes"))
+    choice = None if (found := fields.raw("choice", None)) is None else read_choice(found)
+    reduce = StageReduce(stages, *times, fields.whole("bytes"), choice)
     fields.end()
     return reduce
 

@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import Final
 
+from adaptra.collectives.choice import SumWay
 from adaptra.runtime.detection.shape_scales import ShapeScales
 from adaptra.runtime.measuring.measurement import StageMeasurement, StepMeasurement
 from adaptra.runtime.measuring.reduces import StageReduce
@@ -44,6 +45,7 @@ class LastSteps:
         measured: Measurements of this rank's stages in the last steps, oldest first.
         reduces: REDUCE of the last step but one, on this rank's stages. On the coordinator's rank that of all stages, in the
             last step of which all ranks have told it.
+        way: How the next step's gradients are added; None where a job does not choose, and before its first step.
         samples: The rows of the last step's batch.
         tokens: Its tokens and the input that they are counted in, as :attr:`.step.shapes.StepShape.tokens`.
     """
@@ -52,6 +54,7 @@ class LastSteps:
         self.run: RunStep | None = None
         self.measured: deque[StageMeasurement] = deque(maxlen=KEPT_MEASUREMENTS * stages)
         self.reduces: tuple[StageReduce, ...] = ()
+        self.way: SumWay | None = None
         self.samples = 0
         self.tokens: tuple[int, str] | None = None
         self._scales = ShapeScales()

@@ -206,11 +206,27 @@ class Worker:
             self._parts.end.commit(step.certificate)
             self.numbers.next_step += 1
             self.numbers.collectives = self._collectives()
+            self._tell_choice()
             comparable = self.last.take(step.measurement, step.shape, at_home=step.at_home)
             if not self.controller.coordinates:
                 self.last.reduces = own_reduce(step.measurement)
             self.controller.report(comparable)
             self._telemetry.end_step(step.measurement, self.monitor.kept[-1])
+
+    def _tell_choice(self) -> None:
+        """Tell of another way to add gradients from the next step on."""
+        choice = self._parts.end.choice
+        if choice is None or choice.way == self.last.way:
+            return
+        if self.last.way is not None:
+            stages = ",".join(map(str, self._parts.factory.own))
+            self.controller.recorder.emit_now(EventKind.LATE, f"gradients of stage {stages}: {choice}")
+        self.last.way = choice.way
+
+    @property
+    def how_gradients_are_added(self) -> str | None:
+        """Why gradients are added as they are, where a job chooses or was to choose."""
+        return self._parts.end.why
 
     def _collectives(self) -> int:
         """Return how often the user's own code has had all ranks of this pipeline meet, and maybe others."""

@@ -455,10 +455,21 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
         "Reduce: dtype=…: expected torch.float32, or None for that of the gradients",
         lambda: adaptra.Reduce(dtype=torch.bfloat16),
     ),
-    ("Reduce: algorithm=…: expected 'direct' or 'chain'", lambda: adaptra.Reduce(algorithm="ring")),  # type: ignore[arg-type]
+    ("Reduce: algorithm=…: expected 'direct', 'chain' or 'auto'", lambda: adaptra.Reduce(algorithm="ring")),  # type: ignore[arg-type]
     *(
         ("Reduce: bucket=…: expected bytes, a whole number above 0, or None", lambda given=given: adaptra.Reduce(bucket=given))
         for given in WRONG_BUCKETS
+    ),
+    *(
+        (
+            "Reduce: memory=…: expected bytes, a whole number above 0, or None",
+            lambda given=given: adaptra.Reduce(algorithm="auto", memory=given),
+        )
+        for given in WRONG_BUCKETS
+    ),
+    (
+        "Reduce: memory=…: expected it with algorithm='auto' alone, which holds terms back",
+        lambda: adaptra.Reduce(memory=1 << 20),
     ),
     ("telemetry=…: expected adaptra.Telemetry(...)", options(telemetry="runs")),
     ("Telemetry: folder=…: expected a folder's name, or None", telemetry(folder=3)),

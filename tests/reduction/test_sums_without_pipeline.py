@@ -98,13 +98,14 @@ REFUSED_BY_TORCH = "use_in(…): …"
 OTHER = "rank … does: …; rank …: …: expected the same on all ranks of the group"
 CLOSED = "a sum over ranks after its end: expected none after close()"
 LOST = "rank … is lost…"
+AUTO = "Reduce(…): expected algorithm='direct' or 'chain', as only a pipeline's steps tell when ranks come"
 
 
 def misuse(rank: int) -> list[tuple[str, str]]:
     """The errors of calls that can't be right."""
     import torch.distributed as dist
 
-    from adaptra import reduction
+    from adaptra import Reduce, reduction
     from adaptra.errors import AdaptraError
 
     errors: list[tuple[str, str]] = []
@@ -126,6 +127,7 @@ def misuse(rank: int) -> list[tuple[str, str]]:
     refused(lambda: reduction.reduce_scatter(torch.empty(2), torch.ones(7)))
     refused(lambda: reduction.use_in(nn.Linear(2, 2)))
     refused(lambda: reduction.ReduceScatter()(torch.empty(1), torch.ones(3), everyone, dist.ReduceOp.MAX))
+    refused(lambda: reduction.HookState(how=Reduce(algorithm="auto")))
     for _ in range(2):
         refused(lambda: reduction.all_reduce(torch.ones(5 if rank == 1 else 4)))
     state = reduction.HookState()
@@ -138,7 +140,7 @@ def misuse(rank: int) -> list[tuple[str, str]]:
 
 
 def test_what_can_not_be_added_is_refused_in_words() -> None:
-    rows = [NO_GROUP, NO_NUMBERS, NO_NUMBERS, SPARSE, NO_PARTS, NOT_SHARDED, OTHER_OP, OTHER, OTHER, CLOSED, NO_MEMBER]
+    rows = [NO_GROUP, NO_NUMBERS, NO_NUMBERS, SPARSE, NO_PARTS, NOT_SHARDED, OTHER_OP, AUTO, OTHER, OTHER, CLOSED, NO_MEMBER]
     told = run_processes(misuse, RANKS)
     for rank, errors in enumerate(told):
         assert len(errors) == len(rows) - (rank != 2)

@@ -86,12 +86,15 @@ class ObservationMethods(HeldSession):
         If the bandwidth of an edge limits the step, no order of ops hides it. Then the text gives the savings by more
         connections, rounding or another cut point, and the limit that would remain.
 
-        With several replicas the text says which microbatches no other replica would compute, and why. It ends with the last
-        measured REDUCE: see :attr:`reduces`.
+        With several replicas the text says which microbatches no other replica would compute, and why. With
+        ``Reduce(algorithm="auto")`` it says how gradients are added, and why. It ends with the last measured REDUCE: see
+        :attr:`reduces`.
         """
         alone = "".join(f"{line}\n" for line in self._require().alone)
         measured = "".join(f"last measured REDUCE, {one}\n" for one in self.reduces)
-        return self._explain_plan(equations) + alone + measured
+        how = self._require().workers[0].how_gradients_are_added
+        chosen = "" if how is None else f"gradients of this rank: {how}\n"
+        return self._explain_plan(equations) + alone + chosen + measured
 
     @property
     def _known_cost(self) -> CostModel:

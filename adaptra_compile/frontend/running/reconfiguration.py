@@ -111,7 +111,7 @@ class Reconfiguration:
         with self._local.called("settle_roles"), self._local.changing("roles"):
             case = replace(worker.initial.case, barrier=worker.plan.case.barrier)
             measured, reduce = tuple(worker.last.measured), self._spec.options.reduce
-            sums, group = SumPlan(reduce.algorithm, reduce.bucket), self._local.launched.everyone
+            sums, group = SumPlan(reduce.of_losses, reduce.bucket), self._local.launched.everyone
             change = agree_on_roles(self._tell, group, roles, self._local.compiled.train, case, measured, held, horizon, sums)
         if change is not None:
             self.take_roles(change.after, optimizer)

@@ -42,6 +42,10 @@ class EventKind(Enum):
     """The ranks of the job have changed roles, so that a slow link carries other messages; ``text`` says which, and why."""
     SPLIT = "split"
     """The model is cut at other positions, where messages are smaller; ``text`` says where, and why."""
+    LATE = "late"
+    """After ``step`` the gradients of this rank's stages are added in another way, as replicas come late or no longer do.
+    ``text`` says who, by how much, which way, and what others would take.
+    """
     COORDINATES = "coordinates"
     """This rank coordinates from now on, in place of another."""
     RESIGNED = "resigned"

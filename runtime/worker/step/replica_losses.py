@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from adaptra.errors import BatchError
+from adaptra.runtime.data_parallel.arrivals import Arrivals
 from adaptra.runtime.data_parallel.equal_numbers import BITS, are_equal, bits_of, mean_number
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.worker.stages.gradient_hooks import GradientHooks
@@ -28,7 +29,14 @@ class ReplicaLosses:
     reduction: Reduction
     microbatches: int
 
-    def combine(self, replica: int, rows: tuple[int, ...], losses: Tensor, hooks: GradientHooks | None = None) -> Tensor:
+    def combine(
+        self,
+        replica: int,
+        rows: tuple[int, ...],
+        losses: Tensor,
+        hooks: GradientHooks | None = None,
+        arrivals: Arrivals | None = None,
+    ) -> Tensor:
         """Return the losses of all microbatches, over all replicas.
 
         Replicas may have different numbers of microbatches, with zeros for those that one lacks.
@@ -38,10 +46,12 @@ class ReplicaLosses:
             rows: The rows of its microbatches.
             losses: The losses of its microbatches.
             hooks: Those that all replicas must have in this step. None in an evaluation, which is aside from steps.
+            arrivals: Tells when they came to the step's sum, if that decides how the next one is made.
 
         Raises:
             BatchError: Replicas have batches of different numbers of rows, and the mean of their losses is wanted.
             OptionError: Not the same parameters have hooks in all replicas.
+            ControlError: They would make the next sum in different ways.
         """
         if self.replicas.count == 1:
             return losses
@@ -50,7 +60,10 @@ class ReplicaLosses:
             losses = torch.cat([losses, losses.new_zeros(self.microbatches - own, *losses.shape[1:])])
         compared = (sum(rows), *(() if hooks is None else hooks.marks()))
         marks = torch.tensor(bits_of(compared), dtype=torch.float32)  # on the host, where they are read
-        combined = self.replicas.combine_losses(losses, mean=mean, aside=hooks is None, beside=[marks])
+        told = [] if arrivals is None else [arrivals.told()]
+        combined = self.replicas.combine_losses(losses, mean=mean, aside=hooks is None, beside=[marks, *told])
+        if arrivals is not None:
+            arrivals.meet(*told, mean=mean)
         means = (marks if mean else marks / self.replicas.count).tolist()
         if mean and not are_equal(means[:BITS]):
             raise BatchError(

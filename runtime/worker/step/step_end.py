@@ -14,8 +14,10 @@ from typing import Final, Protocol
 
 from torch import Tensor
 
+from adaptra.collectives.late_ranks import LateRanks, SumChoice
 from adaptra.collectives.rounds import ALGORITHMS
 from adaptra.runtime.data_parallel.accumulators import Accumulators
+from adaptra.runtime.data_parallel.arrivals import Arrivals
 from adaptra.runtime.data_parallel.gradient_sum import GradientSum
 from adaptra.runtime.data_parallel.shards import Shards
 from adaptra.runtime.devices.device_clock import Mark
@@ -71,6 +73,16 @@ class StepEnd(Protocol):
     @property
     def complete(self) -> Callable[[str], None] | None:
         """Called with the name of a parameter whose gradient is complete; None if nobody needs it before the last W ends."""
+        ...
+
+    @property
+    def choice(self) -> SumChoice | None:
+        """How the gradients of the next step are added; None where only one way is possible."""
+        ...
+
+    @property
+    def why(self) -> str | None:
+        """Why they are added so, in words; None where that was not to be chosen."""
         ...
 
     def begin(self) -> None:
@@ -136,17 +148,44 @@ class AllAtOnce:
         self._losses = losses
         self._monitor = monitor
         self._fills = fills
+        self._is_auto = reduce.is_auto
         self._sum: GradientSum | None = None
         self._shards: Shards | None = None
+        self._arrivals: Arrivals | None = None
         if (replicas := losses.replicas).count > 1:
-            bucket = reduce.bucket or replicas.best_bucket(sum(one.nbytes for one in parameters.values()))
-            replicas.add_by(ALGORITHMS[reduce.algorithm], limit=bucket, dtype=reduce.dtype)
+            nbytes = sum(one.nbytes for one in parameters.values())
+            if reduce.bucket is None or reduce.is_auto:
+                replicas.measure()
+            bucket = reduce.bucket or replicas.best_bucket(nbytes)
+            replicas.add_by(ALGORITHMS[reduce.of_losses], limit=bucket, dtype=reduce.dtype)
+            # On a GPU the host does not know when gradients are there.
+            is_seen = all(one.is_cpu for one in parameters.values())
+            if reduce.is_auto and replicas.link is not None and is_seen and replicas.count > 2 and nbytes:
+                memory = nbytes if reduce.memory is None else reduce.memory
+                late_ranks = LateRanks(nbytes, replicas.count, replicas.link, memory, reduce.bucket)
+                self._arrivals = Arrivals(replicas, late_ranks)
             self._sum = GradientSum(replicas, self.sums, late, bucket, losses.reduction is Reduction.MEAN, mark)
 
     @property
     def complete(self) -> Callable[[str], None] | None:
         """As of :class:`StepEnd`."""
         return self._sum.complete if self._sum is not None and self._sum.overlaps else None
+
+    @property
+    def choice(self) -> SumChoice | None:
+        """As of :class:`StepEnd`."""
+        return None if self._arrivals is None else self._arrivals.choice
+
+    @property
+    def why(self) -> str | None:
+        """As of :class:`StepEnd`."""
+        if not self._is_auto:
+            return None
+        if self._shards is not None:
+            return "to the owners of parameters, as the optimizer is sharded"
+        if self._arrivals is None:
+            return "direct, as late replicas change nothing where there are two, and are seen only where gradients are on CPUs"
+        return str(self._arrivals)
 
     def begin(self) -> None:
         """Begin a step.
@@ -171,6 +210,9 @@ class AllAtOnce:
     def shard(self, shards: Shards) -> None:
         """Bring sums to the owners of their parameters, from the next step on, and leave ``grad`` of others without one."""
         self._shards = shards
+        if self._arrivals is not None:  # who owns what is settled, so nothing is to be chosen
+            self._arrivals = None
+            self._losses.replicas.add_gradients_as_losses()
         for name in self.sums.parameters.keys() & {*shards.elsewhere}:
             self.sums.parameters[name].grad = None
         if self._sum is not None and shards.owners.keys() >= self.sums.parameters.keys():
@@ -192,7 +234,10 @@ class AllAtOnce:
             PeerLostError: Another replica has failed.
         """
         if self._sum is not None:
-            self._monitor.reduce(*self._sum.end_step())
+            began, *ended = self._sum.end_step()
+            self._monitor.reduce(began, *ended)
+            if self._arrivals is not None:
+                self._arrivals.begin(began)
 
     def certify(self, contribution: Contribution) -> Certificate:
         """Combine the losses of all replicas, which have all contributed.
@@ -200,8 +245,12 @@ class AllAtOnce:
         Raises:
             BatchError: Replicas have batches of different numbers of rows, and the mean of their losses is wanted.
             OptionError: Not the same parameters have hooks in all replicas.
+            ControlError: Replicas would add the next step's gradients in different ways.
         """
-        losses = self._losses.combine(contribution.replica, contribution.rows, contribution.losses, self._hooks)
+        own = contribution.replica, contribution.rows, contribution.losses
+        losses = self._losses.combine(*own, self._hooks, self._arrivals)
+        if self._arrivals is not None and self._arrivals.last is not None:
+            self._monitor.chose(self._arrivals.last)
         return Certificate(losses, total_weight(losses) if self._losses.reduction is Reduction.WEIGHTED else None)
 
     def commit(self, certificate: Certificate) -> None:

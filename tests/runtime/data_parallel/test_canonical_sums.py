@@ -81,12 +81,15 @@ def cases(draw: Any) -> tuple[int, list[tuple[int, ...]], list[torch.dtype], int
 
 
 def with_late_rank(name: str, late: int) -> Algorithm:
-    """The algorithm in which one rank is late, for ``swap`` the last; direct where there are too few."""
+    """The algorithm in which one rank is late, for ``swap`` the last, or two neighbours; direct where there are too few."""
 
     def algorithm(replicas: int, parts: int, rank: int | None) -> Iterator[TermMessage]:
         if replicas < 3 or not parts:
             return direct(replicas, parts, rank)
-        return sum_messages(name, replicas, parts, (replicas - 1 if name == "swap" else late % replicas,))
+        ranks = {replicas - 1 if name == "swap" else late % replicas}
+        if name == "streamed" and late > 3 and replicas > 3:
+            ranks.add((late + 1) % replicas)
+        return sum_messages(name, replicas, parts, tuple(sorted(ranks)))
 
     return algorithm
 

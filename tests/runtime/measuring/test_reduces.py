@@ -8,6 +8,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from adaptra.collectives.choice import SumWay
+from adaptra.collectives.late_ranks import SumChoice
 from adaptra.errors import ControlError
 from adaptra.program import Kind, Op, Program
 from adaptra.runtime.measuring.measurement import ReduceTimes, StageMeasurement, StepMeasurement
@@ -262,7 +264,7 @@ def test_a_step_that_does_not_follow_at_once_shows_no_delay(between: object) -> 
     for step, exposed in ((4, None), (5, 1.5)):
         run(monitor, step, 30.0 * step, 0, None)
         assert monitor.end_step(step, 30.0 * step, 30.0 * step + 4.0).reduce == ReduceTimes(step - 1, 1.5, exposed, 64)
-        assert monitor.records(step).reduce == (30.0 * step + 2.5, 30.0 * step + 4.0, 64, None)
+        assert monitor.records(step).reduce == (30.0 * step + 2.5, 30.0 * step + 4.0, 64, None, None)
 
 
 @pytest.mark.parametrize("between", [None, evaluated, failed, failed_early, clipped])
@@ -312,7 +314,7 @@ def test_marks_of_a_device_are_read_with_those_of_the_ops() -> None:
         run(monitor, step, at, 1, (103.0, 103.0, 103.75))
         monitor.end_step(step, 100.0 + at, 104.0 + at)
     assert given == [[at, at, at + 1, at + 1, at + 2, at, at + 2.5, at + 4] for at in (0.0, 4.5)]
-    assert monitor.records(0).reduce == (102.5, 104.0, 64, 0.75)
+    assert monitor.records(0).reduce == (102.5, 104.0, 64, 0.75, None)
 
 
 def records(rank: int) -> Monitor:
@@ -326,9 +328,9 @@ def records(rank: int) -> Monitor:
 def test_records_keep_what_was_exposed() -> None:
     monitor = records(1)
     kept = monitor.records(3)
-    assert kept.reduce == (101.5, 103.0, 64, 0.75)
+    assert kept.reduce == (101.5, 103.0, 64, 0.75, None)
     assert StepRecords.from_json(json.loads(json.dumps(kept.to_json()))) == kept
-    assert monitor.records(4).reduce == (106.0, 107.5, 64, None), "the next step has not run"
+    assert monitor.records(4).reduce == (106.0, 107.5, 64, None, None), "the next step has not run"
 
 
 def test_records_of_another_clock_are_shifted_as_a_whole() -> None:
@@ -336,7 +338,7 @@ def test_records_of_another_clock_are_shifted_as_a_whole() -> None:
     assert (moved.rank, moved.step, moved.start, moved.end) == (1, 3, 0.0, 6.5)
     assert moved.ops == ((Op(1, Kind.F, 0), 2.0, 3.0), (Op(1, Kind.B, 0), 3.0, 4.0))
     assert moved.messages == ((Kind.SEND_F, 0, 1, 0, 64, 5.0, 5.0, 5.75, 2.0, None),)
-    assert moved.reduce == (4.5, 6.0, 64, 0.75)
+    assert moved.reduce == (4.5, 6.0, 64, 0.75, None)
     monitor = records(1)
     assert monitor.records(4).shifted(0.0) == monitor.records(4)
 
@@ -346,6 +348,45 @@ def test_more_exposed_than_it_took_is_refused() -> None:
     data["reduce"]["exposed"] = 2.0
     with pytest.raises(ControlError, match=r"measurement: reduce: field 'exposed': expected at most seconds=1.5, got 2.0"):
         StepMeasurement.from_json(data)
+
+
+def test_how_a_sum_was_made_is_told_with_it_and_with_the_records_of_its_step() -> None:
+    way = SumWay("merge", (1,), 12)
+    choice = SumChoice(way, (0.0, 0.25, 0.125), (("merge", 0.5), ("direct", 0.75)), 0.0625)
+    monitor = Monitor(0, (0, 1))
+
+    def run(step: int) -> StepMeasurement:
+        monitor.op(Op(0, Kind.B, 0), 1.0 + step, 1.5 + step)
+        monitor.reduce(1.5 + step, 1.75 + step, 64)
+        if step == 0:
+            monitor.chose(choice)
+        return monitor.end_step(step, 1.0 + step, 2.0 + step)
+
+    run(0)
+    measured = run(1)
+    assert measured.reduce is not None and measured.reduce.choice == choice
+    assert StepMeasurement.from_json(measured.to_json()) == measured
+    first, second = monitor.kept
+    assert second.reduce is not None and second.reduce.choice is None, "only what was said of this step"
+    assert [StepRecords.from_json(one.to_json()) for one in (first, second)] == [first, second]
+    (reduce,) = merge_timelines(PROGRAM, [first]).reduces
+    assert reduce.choice == str(choice)
+    (told,) = own_reduce(measured)
+    assert str(told).endswith(
+        "; replica 1 last, 250.0 ms behind the first; by merge in 12 parts, 1 own nothing (merge 500.0 ms, direct 750.0 ms)"
+    )
+    assert usual_reduces([StepReduces(0, 0, (told,))])[0].choice == choice
+    for name, value in (
+        ("late", [-1]),
+        ("parts", 0),
+        ("lateness", [-0.5]),
+        ("seconds", {"merge": -1.0}),
+        ("wrong_guess", None),
+    ):
+        data = measured.to_json()
+        data["reduce"]["choice"][name] = value
+        with pytest.raises(ControlError, match=f"how a sum was made: field '{name}"):
+            StepMeasurement.from_json(data)
 
 
 def test_the_timeline_shows_what_was_exposed_where_it_is_known() -> None:

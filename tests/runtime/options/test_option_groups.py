@@ -34,7 +34,7 @@ OTHERS: dict[str, Any] = {
     "shapes": 4,
     "broadcast_buffers": False,
     "deterministic": True,
-    "reduce": adaptra.Reduce(algorithm="chain"),
+    "reduce": adaptra.Reduce(algorithm="auto", memory=1 << 20),
 }
 """Another value than the default of every option that must be equal on all ranks."""
 

@@ -19,6 +19,8 @@ from paths import DOCS
 from processes import free_port, free_ports, run_processes
 
 import adaptra
+from adaptra.collectives.choice import SumWay
+from adaptra.collectives.late_ranks import SumChoice
 from adaptra.errors import OptionError
 from adaptra.report import perfetto
 from adaptra.report.run_records import load_run
@@ -50,6 +52,7 @@ from adaptra.runtime.telemetry.tensorboard import TensorBoardSink
 from adaptra.simulation.worker_steps import WorkerStep
 
 ROWS, MICROBATCHES = 8, 4
+CHOICE = SumChoice(SumWay("streamed", (0, 2), 12), (0.5, 0.0, 0.25, 0.125), (("streamed", 0.75), ("direct", 1.0)), 0.125)
 EXAMPLE = EXAMPLES["gpt_tied"]
 
 
@@ -77,7 +80,7 @@ def records() -> list[Record]:
         ControlEvent(EventKind.PROPOSED, 1, 0, 1, "edge 0→1 slow", 0.4375, 0.5),
         ControlEvent(EventKind.SWITCHED, 1, 1, 1, "edge 0→1 slow", 0.4375),
         step_taken(1, seconds=0.4375, reduce=ReduceTimes(0, 0.25, 0.0625, 1024), work=WORK),
-        StepReduces(1, 0, (StageReduce((0,), 0.125, 0.0, 0.125, 512), StageReduce((1, 2), 0.25, 0.1875, 0.0625, 1024))),
+        StepReduces(1, 0, (StageReduce((0,), 0.125, 0.0, 0.125, 512), StageReduce((1, 2), 0.25, 0.1875, 0.0625, 1024, CHOICE))),
         PathsChanged(1, 1, 0, 1, 1, 2),
         StepFailed(1, 2, "IndexError: out of range", "runs/1/rank-1.step-2.json"),
         RunEnded(1, 2),

@@ -1,0 +1,227 @@
+"""Which ranks of a sum are late, step by step, and which algorithm the next sum takes.
+
+All ranks of a sum know the arrivals of all, alike to the bit. This is a pure function of them. So all ranks decide alike,
+without a message. A digest of all that a decision depends on says whether they do.
+
+A rank is late once it has arrived behind all that are not, in each of a few steps and by more than noise explains. Then the
+rounds of all algorithms are played. Another one is taken only if two steps gain what one loses where nobody is late. It is
+left once its late ranks have come earlier than that loss in each of a few steps.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median, median_high
+from typing import Final
+
+from adaptra.collectives.algorithms import LATE
+from adaptra.collectives.buckets import LEAST_BYTES
+from adaptra.collectives.choice import SumCase, SumWay
+from adaptra.collectives.ports import Ports
+from adaptra.equations.sums import sum_equations
+from adaptra.simulation.links import Link
+from adaptra.sizes import size_text
+
+STEPS_IN_A_ROW: Final = 3
+"""The number of steps that must agree: that a rank is late, and that it is not any more."""
+
+NOISES: Final = 8.0
+"""A rank is late by at least this many times the median change of an arrival from step to step. The largest counts.
+Such changes of normal noise are as large as its standard deviation.
+"""
+
+REMEMBERED: Final = 32
+"""The number of steps whose changes are noise."""
+
+LEAST_REMEMBERED: Final = 8
+"""Before so many changes nothing is known of noise, and nobody is late. A job's first steps differ by other reasons, too."""
+
+PAYING_STEPS: Final = 2
+"""So many right steps must gain what a step with late ranks that are not late loses."""
+
+_NEAR: Final = 0.9
+"""Another algorithm for late ranks replaces one only where it takes less than this, times the other."""
+
+_FINENESS: Final = 8
+"""A lateness is rounded down to so many steps between two powers of two. So few different ones are played."""
+
+_MOST_KEPT: Final = 64
+"""The most latenesses whose prices are kept."""
+
+_MOST_RANKS: Final = 16
+"""The rounds of more ranks are not played, as that takes seconds, inside a step. Their prices are those of the equations."""
+
+
+@dataclass(frozen=True, slots=True)
+class SumChoice:
+    """How the next sum is made, and why.
+
+    Attributes:
+        way: How.
+        lateness: The seconds by which each rank came later than the first, in the last step; empty before that is known.
+        seconds: What each algorithm takes from the first arrival on, by its name, the shortest first. Empty as long as no rank
+            was late.
+        wrong_guess: The seconds that the way costs over direct where nobody is late.
+    """
+
+    way: SumWay
+    lateness: tuple[float, ...] = ()
+    seconds: tuple[tuple[str, float], ...] = ()
+    wrong_guess: float = 0.0
+
+    def __str__(self) -> str:
+        last = max(self.lateness, default=0.0)
+        late = "" if last == 0.0 else f"replica {self.lateness.index(last)} last, {1e3 * last:.1f} ms behind the first; "
+        prices = ", ".join(f"{name} {1e3 * seconds:.1f} ms" for name, seconds in self.seconds)
+        return f"{late}by {self.way}" + (f" ({prices})" if prices else "")
+
+
+class LateRanks:
+    """Decides how the next sum is made.
+
+    Args:
+        nbytes: The bytes of one rank's terms.
+        ranks: Their number, at least three: of two neither can do the other's part.
+        link: What a message takes between two ranks, as measured.
+        memory: The most bytes of terms that a rank may hold until a late one arrives.
+        bucket: The bytes of a bucket; None for what suits each algorithm.
+
+    Attributes:
+        choice: How the next sum is made.
+        digest: A number below 2**32, equal on ranks that have decided alike and from the same arrivals.
+    """
+
+    def __init__(self, nbytes: int, ranks: int, link: Link, memory: int, bucket: int | None = None) -> None:
+        sum_equations()  # built here, not in a step
+        self._nbytes = nbytes
+        self._link = link
+        self._alike = Ports(link.latency, (link.per_byte,) * ranks)
+        self._memory = memory
+        self._bucket = bucket
+        self._direct = SumWay("direct", (), ranks)
+        self._latest: deque[tuple[float, ...]] = deque(maxlen=STEPS_IN_A_ROW)
+        self._relative: tuple[float, ...] = ()
+        self._changes: tuple[deque[float], ...] = tuple(deque[float](maxlen=REMEMBERED) for _ in range(ranks))
+        self._priced: dict[tuple[float, ...], list[tuple[SumWay, float]]] = {}
+        self.choice = SumChoice(self._direct)
+        self.digest = zlib.crc32(repr((nbytes, ranks, link, memory, bucket)).encode())
+
+    def __str__(self) -> str:
+        """What the next sum's choice depends on, and what it costs if it is wrong."""
+        link, way = self._link, self.choice.way
+        rate = f"{1e-6 / link.per_byte:.0f} MB/s" if link.per_byte > 0 else "no limit"
+        text = f"{self.choice}; links of {1e3 * link.latency:.3f} ms and {rate}"
+        if not way.late:
+            return text
+        wrong, held = f"{1e3 * self.choice.wrong_guess:.1f} ms more than direct", size_text(self.held_bytes(way))
+        return f"{text}; where nobody is late it takes {wrong}; up to {held} wait for a late replica"
+
+    def observe(self, arrivals: Sequence[float]) -> None:
+        """Take when each rank began the sum of a step, in seconds on one clock, and decide how the next one is made."""
+        first, middle = min(arrivals), median(arrivals)
+        relative, before = tuple(one - middle for one in arrivals), self._relative
+        if before:
+            for changes, now, earlier in zip(self._changes, relative, before, strict=True):
+                changes.append(abs(now - earlier))
+        self._relative = relative
+        self._latest.append(tuple(one - first for one in arrivals))
+        choice = replace(self.choice, lateness=self._latest[-1])
+        if len(self._changes[0]) >= LEAST_REMEMBERED:
+            if choice.way.late and max(map(partial(_behind, choice.way.late), self._latest)) < choice.wrong_guess:
+                choice = SumChoice(self._direct, choice.lateness)
+            choice = self._decide(choice)
+        self.choice = choice
+        self.digest = zlib.crc32(repr((self.digest, arrivals, choice.way)).encode())
+
+    @property
+    def _noise(self) -> float:
+        """The median change of a rank's arrival from step to step, seconds, of the rank where it is largest."""
+        return max(median_high(changes) for changes in self._changes)
+
+    def held_bytes(self, way: SumWay) -> int:
+        """Return the most bytes of terms that a rank holds until a late one arrives: of its own parts those of other owners."""
+        owners = self._alike.ranks - len(way.late)
+        return self._nbytes * (owners - 1) // owners
+
+    def bucket_of(self, way: SumWay) -> int:
+        """Return the bytes of a bucket with which a sum has a way's parts; a bucket has as many as there are ranks."""
+        return self._bucket or math.ceil(self._nbytes * self._alike.ranks / way.parts)
+
+    def _decide(self, choice: SumChoice) -> SumChoice:
+        """Return the choice with the best way for ranks that are late by now, if it gains enough."""
+        delays = self._delays()
+        if not any(delays):
+            return choice
+        case, nobody = SumCase(self._nbytes, replace(self._alike, arrivals=delays)), SumCase(self._nbytes, self._alike)
+        if delays not in self._priced:
+            while len(self._priced) >= _MOST_KEPT:
+                del self._priced[next(iter(self._priced))]
+            prices = [(way, self._seconds(case, way)) for way in map(self._in_buckets, self._ways(case))]
+            self._priced[delays] = sorted(prices, key=lambda price: price[1])
+        prices = self._priced[delays]
+        choice = replace(choice, seconds=tuple((way.algorithm, seconds) for way, seconds in prices))
+        best = next((price for price in prices if price[0].algorithm in LATE and self._fits(price[0])), None)
+        if best is None or best[0] == choice.way:
+            return choice
+        (way, seconds), now, last = best, self._seconds(case, choice.way), max(delays)
+        wrong = max(0.0, self._seconds(nobody, way) - self._seconds(nobody, self._direct))
+        if choice.way.late:
+            is_worth = seconds - last < _NEAR * (now - last)
+        else:
+            is_worth = seconds < now and PAYING_STEPS * (now - seconds) >= wrong
+        return replace(choice, way=way, wrong_guess=wrong) if is_worth else choice
+
+    def _fits(self, way: SumWay) -> bool:
+        return self.held_bytes(way) <= self._memory
+
+    def _ways(self, case: SumCase) -> list[SumWay]:
+        """Return each algorithm with the ranks that own nothing in it, and its number of parts."""
+        ranks = self._alike.ranks
+        if ranks <= _MOST_RANKS:
+            return [price.way for price in case.prices]
+        late = min(case.late_sets(), key=lambda late: case.expected(case.way("streamed", late)))
+        return [self._direct, case.way("streamed", late), *([case.way("merge", late)] if len(late) == 1 else [])]
+
+    def _seconds(self, case: SumCase, way: SumWay) -> float:
+        """Return when the last rank has the sum."""
+        return case.price(way).seconds if self._alike.ranks <= _MOST_RANKS else case.expected(way)
+
+    def _in_buckets(self, way: SumWay) -> SumWay:
+        """Return a way with a number of parts that buckets have; direct stays as it is."""
+        ranks = self._alike.ranks
+        if way == self._direct:
+            return way
+        if self._bucket is not None:
+            return replace(way, parts=ranks * math.ceil(self._nbytes / self._bucket))
+        most = max(1, self._nbytes // LEAST_BYTES)
+        return replace(way, parts=ranks * min(most, max(1, round(way.parts / ranks))))
+
+    def _delays(self) -> tuple[float, ...]:
+        """Return the seconds by which each rank is late, at least, in the latest steps; all 0 if none is."""
+        ranks = self._alike.ranks
+        last_first = sorted(range(ranks), key=lambda rank: -min(step[rank] for step in self._latest))
+        for count in range(ranks - 2, 0, -1):
+            late = last_first[:count]
+            behind = min(map(partial(_behind, late), self._latest))
+            if behind > 0 and behind > NOISES * self._noise:
+                owners = last_first[count:]
+                return tuple(_rounded(self._least(rank, owners)) if rank in late else 0.0 for rank in range(ranks))
+        return (0.0,) * ranks
+
+    def _least(self, rank: int, owners: Sequence[int]) -> float:
+        return min(step[rank] - max(step[owner] for owner in owners) for step in self._latest)
+
+
+def _behind(late: Sequence[int], step: Sequence[float]) -> float:
+    """Return the seconds by which the first of some ranks came later than the last of all others; below 0 if earlier."""
+    return min(step[rank] for rank in late) - max(one for rank, one in enumerate(step) if rank not in late)
+
+
+def _rounded(seconds: float) -> float:
+    mantissa, exponent = math.frexp(seconds)
+    return math.ldexp(math.floor(mantissa * 2 * _FINENESS), exponent) / (2 * _FINENESS)

@@ -1,0 +1,149 @@
+"""Which ranks are late, and which algorithm the next sum takes, from arrivals alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from adaptra.collectives.algorithms import LATE
+from adaptra.collectives.late_ranks import LEAST_REMEMBERED, PAYING_STEPS, LateRanks
+from adaptra.simulation.links import Link
+
+NBYTES = 64 << 20
+LINK = Link(1e-4, 1e-8)
+"""A sum's bytes take 0.67 s through a port."""
+WELL, LATER, BACK = LEAST_REMEMBERED + 4, 3, 5
+"""Steps before a rank is late, and the most until it has another algorithm, and until direct is back."""
+
+
+def decided(ranks: int, memory: int = NBYTES, bucket: int | None = None) -> LateRanks:
+    return LateRanks(NBYTES, ranks, LINK, memory, bucket)
+
+
+def arrivals(ranks: int, late: Sequence[int], delay: float, chance: random.Random, jitter: float = 0.002) -> list[float]:
+    return [1.0 + (delay if rank in late else 0.0) + chance.uniform(0.0, jitter) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "late"), [(3, (0,)), (3, (2,)), (4, (1,)), (5, (4,)), (8, (1,)), (8, (1, 2)), (17, (16,)), (17, (0, 5))]
+)
+def test_late_ranks_own_nothing_within_three_steps_and_own_again_within_five(ranks: int, late: tuple[int, ...]) -> None:
+    decision, chance = decided(ranks), random.Random(ranks)
+    for _ in range(WELL):
+        decision.observe(arrivals(ranks, (), 0.0, chance))
+        assert decision.choice.way.algorithm == "direct"
+    for _ in range(LATER):
+        decision.observe(arrivals(ranks, late, 0.7, chance))
+    chosen = decision.choice
+    assert chosen.way.algorithm in LATE and chosen.way.late == late
+    prices = dict(chosen.seconds)
+    gain = prices["direct"] - prices[chosen.way.algorithm]
+    assert 0 < chosen.wrong_guess <= PAYING_STEPS * gain
+    for _ in range(40):
+        decision.observe(arrivals(ranks, late, 0.7, chance))
+        assert decision.choice.way == chosen.way, "a way in place stays"
+    for _ in range(BACK):
+        decision.observe(arrivals(ranks, (), 0.0, chance))
+    assert decision.choice.way.algorithm == "direct"
+    assert decision.choice.wrong_guess == 0.0
+
+
+def test_another_late_rank_takes_the_place_of_the_first() -> None:
+    decision, chance = decided(6), random.Random(1)
+    for _ in range(WELL):
+        decision.observe(arrivals(6, (), 0.0, chance))
+    for late in ((2,), (4,), (2, 4), (2,)):
+        for _ in range(BACK):
+            decision.observe(arrivals(6, late, 0.7, chance))
+        assert decision.choice.way.late == late
+
+
+def _normal(chance: random.Random, _rank: int) -> float:
+    return chance.gauss(1.0, 0.05)
+
+
+def _skewed(chance: random.Random, _rank: int) -> float:
+    pause = 0.2 * chance.paretovariate(1.5) if chance.random() < 0.02 else 0.0
+    return chance.lognormvariate(0.0, 0.1) + pause
+
+
+def _one_erratic(chance: random.Random, rank: int) -> float:
+    return 1.0 + abs(chance.gauss(0.0, 0.3 if rank == 1 else 0.01))
+
+
+def _waits(chance: random.Random, rank: int) -> float:
+    return 1.0 + 0.002 * rank + chance.expovariate(20.0)
+
+
+@pytest.mark.parametrize("noise", [_normal, _skewed, _one_erratic, _waits])
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_noise_changes_nothing_in_two_hours(ranks: int, noise: Callable[[random.Random, int], float]) -> None:
+    """Steps of a second, over links on which a late rank would matter."""
+    decision, chance = LateRanks(16 << 20, ranks, Link(1e-4, 1e-9), NBYTES), random.Random(f"{noise.__name__} {ranks}")
+    for step in range(7200):
+        decision.observe([noise(chance, rank) for rank in range(ranks)])
+        assert decision.choice.way.algorithm == "direct", step
+
+
+def test_a_late_rank_is_found_in_noise() -> None:
+    decision, chance = decided(4), random.Random(0)
+    for step in range(300):
+        decision.observe([_skewed(chance, rank) + (6.0 if rank == 2 and step >= 100 else 0.0) for rank in range(4)])
+        if step >= 102:
+            assert decision.choice.way.late == (2,)
+
+
+def test_a_delay_that_does_not_pay_leaves_direct_and_says_what_others_take() -> None:
+    decision, chance = decided(4), random.Random(0)
+    for _ in range(WELL):
+        decision.observe(arrivals(4, (2,), 0.1, chance))
+    assert decision.choice.way.algorithm == "direct"
+    assert min(dict(decision.choice.seconds), key=dict(decision.choice.seconds).__getitem__) == "direct"
+    assert "direct 1" in str(decision.choice)
+
+
+def test_memory_bounds_what_waits_for_a_late_rank() -> None:
+    needed = NBYTES * 2 // 3
+    for memory, algorithm in ((needed - 1, "direct"), (needed, "merge")):
+        decision, chance = decided(4, memory), random.Random(0)
+        for step in range(WELL + LATER):
+            decision.observe(arrivals(4, (1,) if step >= WELL else (), 0.7, chance))
+        assert decision.choice.way.algorithm == algorithm
+        assert decision.held_bytes(decision.choice.way) <= memory or algorithm == "direct"
+
+
+@pytest.mark.parametrize("bucket", [None, 1 << 20])
+def test_buckets_give_the_parts_that_were_priced(bucket: int | None) -> None:
+    decision, chance = decided(4, bucket=bucket), random.Random(0)
+    for step in range(WELL + LATER):
+        decision.observe(arrivals(4, (1,) if step >= WELL else (), 0.7, chance))
+    way = decision.choice.way
+    assert way.late == (1,)
+    assert 4 * -(-NBYTES // decision.bucket_of(way)) == way.parts
+    assert bucket is None or decision.bucket_of(way) == bucket
+
+
+def test_digests_tell_ranks_that_decide_from_something_else() -> None:
+    chance = random.Random(0)
+    one, other, with_less = decided(4), decided(4), decided(4, NBYTES // 2)
+    assert one.digest == other.digest != with_less.digest
+    for _ in range(20):
+        seen = arrivals(4, (1,), 0.7, chance)
+        one.observe(seen)
+        other.observe(seen)
+        assert (one.digest, one.choice) == (other.digest, other.choice)
+    one.observe([1.0, 1.0, 1.0, 1.0])
+    other.observe([1.0, 1.0, 1.0, 1.0000001])
+    assert one.digest != other.digest
+
+
+def test_it_says_what_it_depends_on() -> None:
+    decision, chance = decided(4), random.Random(0)
+    assert str(decision) == "by direct in 4 parts; links of 0.100 ms and 100 MB/s"
+    for step in range(WELL + LATER):
+        decision.observe(arrivals(4, (1,) if step >= WELL else (), 0.7, chance))
+    text = str(decision)
+    assert text.startswith("replica 1 last, 70") and "merge in " in text and ", direct 1" in text
+    assert "ms more than direct; up to 42.7 MiB wait for a late replica" in text
