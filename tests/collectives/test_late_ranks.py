@@ -106,7 +106,7 @@ def test_a_delay_that_does_not_pay_leaves_direct_and_says_what_others_take() -> 
 
 def test_memory_bounds_what_waits_for_a_late_rank() -> None:
     needed = NBYTES * 2 // 3
-    for memory, algorithm in ((needed - 1, "direct"), (needed, "merge")):
+    for memory, algorithm in ((needed - 1, "direct"), (needed, "streamed")):
         decision, chance = decided(4, memory), random.Random(0)
         for step in range(WELL + LATER):
             decision.observe(arrivals(4, (1,) if step >= WELL else (), 0.7, chance))
@@ -145,5 +145,5 @@ def test_it_says_what_it_depends_on() -> None:
     for step in range(WELL + LATER):
         decision.observe(arrivals(4, (1,) if step >= WELL else (), 0.7, chance))
     text = str(decision)
-    assert text.startswith("replica 1 last, 70") and "merge in " in text and ", direct 1" in text
+    assert text.startswith("replica 1 last, 70") and "streamed in " in text and ", direct 1" in text
     assert "ms more than direct; up to 42.7 MiB wait for a late replica" in text

@@ -33,7 +33,7 @@ from adaptra.simulation.links import Link
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone]
 
-REPLICAS, STAGES, WIDTH, ROWS, SLOW = 3, 2, 700, 4, 1
+REPLICAS, STAGES, WIDTH, ROWS, SLOW = 3, 2, 1400, 4, 1
 LINK = Link(1e-4, 5e-8)
 """So slow that a late replica matters. The links of one machine are faster, and differ from run to run."""
 FIRST_LATE = LEAST_REMEMBERED + 2
@@ -105,7 +105,7 @@ def test_a_job_adds_round_a_late_replica_and_no_bit_differs(tmp_path: Path) -> N
         (onset, taken), (end, left) = chosen["late"]
         assert onset == FIRST_LATE + 2, "the fourth late step is the first of the other algorithm"
         assert WELL_AGAIN + 2 <= end <= WELL_AGAIN + 4
-        assert f"replica {SLOW} last, " in taken and "by merge in " in taken and f", {SLOW} own nothing" in taken
+        assert f"replica {SLOW} last, " in taken and "by streamed in " in taken and f", {SLOW} own nothing" in taken
         assert "direct " in taken.partition("(")[2], "what the others would take"
         assert "by direct" in left
         assert "ms more than direct" in chosen["explained"][onset + 1] and "50 ms" not in chosen["explained"][0]
