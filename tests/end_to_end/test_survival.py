@@ -38,7 +38,7 @@ def train_broken(rank: int, port: int, replicas: int, faults: Faults, of_functio
 
     spare_clients.cloned = open_client
     values = train_cases(rank, replicas, 2, [*faults], faults, of_function, survive=True)
-    assert openers <= {"_pool_of_job", "fill"}
+    assert openers <= {"_pool_of_job", "fill"}, openers
     return values
 
 
