@@ -157,6 +157,7 @@ def survive(rank: int, name: str, loses: bool) -> int:
         process.start()
         process.join()
         ends.tell(VICTIM, "was ended by SIGKILL")
+        ends.close()
         return asked.value
     seen = train(how, folder)
     (folder / f"{rank}.json").write_text(json.dumps(asdict(seen)))
