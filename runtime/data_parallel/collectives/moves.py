@@ -55,8 +55,8 @@ class Moves:
     """Begins the messages of one replica, in any order that gives the same sum, and handles those that have ended.
 
     Messages to a peer begin in the order of rounds, and so do those from it. Such lanes don't wait for each other. So a peer
-    that is late, or slow, delays only what needs its values. Where rounds count on late replicas, all sends are one lane. What is
-    sent at once shares a port, and then a part comes later than in its round.
+    that is late, or slow, delays only what needs its values. Where rounds count on late replicas, all sends are one lane. What
+    is sent at once shares a port, and then a part comes later than in its round.
 
     A replica's own term gives way to the part's result. The result is made only behind all sends of the term. It is received as
     soon as they have begun if there is one: what arrives holds the term that was sent.
