@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from adaptra.collectives.merge import merge, swap
@@ -36,13 +37,13 @@ def sum_schedule(name: str, ranks: int, parts: int, late: tuple[int, ...] = ()) 
 
 def algorithm_of(name: str, late: tuple[int, ...] = ()) -> Algorithm:
     """Return an algorithm as the engine takes it; arguments are those of :func:`sum_messages`."""
-    if name in ALGORITHMS and not late:
-        return ALGORITHMS[name]
+    # Not a closure: replicas that add in other ways name their algorithms with the late ranks, see `openings.name_of`.
+    return ALGORITHMS[name] if name in ALGORITHMS and not late else partial(messages_with, name, late)
 
-    def messages(replicas: int, parts: int, _rank: int | None) -> Iterator[TermMessage]:
-        return sum_messages(name, replicas, parts, late)
 
-    return messages
+def messages_with(name: str, late: tuple[int, ...], ranks: int, parts: int, _rank: int | None) -> Iterator[TermMessage]:
+    """Return the messages of an algorithm, for whichever rank; arguments are those of :func:`sum_messages`."""
+    return sum_messages(name, ranks, parts, late)
 
 
 def sum_messages(name: str, ranks: int, parts: int, late: tuple[int, ...] = ()) -> Iterator[TermMessage]:
