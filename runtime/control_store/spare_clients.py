@@ -5,7 +5,7 @@ name server loses a question, that lasts five seconds, in which no rank hears of
 before it is part of a job's heartbeats. What is built anew, such as transports and workers, then opens none.
 
 A client that a thread may still wait on is not given back. It ends with its last user, and another is opened beside training.
-One that nobody has reserved ends too.
+One that nobody has reserved ends too. What threads have borrowed that are given up ends too: see :class:`Borrower`.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from __future__ import annotations
 import socket
 import threading
 import weakref
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from os import dup
 from typing import Final
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store
+from torch.distributed import DistError, PrefixStore, Store
 
 from adaptra.runtime.control_store.forked_children import connections_to, end_connections
 
@@ -55,7 +57,7 @@ def cloned(client: Store) -> Store:
         before = connections_to(client)
         made: Store = client.clone()  # pyright: ignore[reportAttributeAccessIssue] - torch's annotations lack the method
         _connections[made] = connections_to(client) - before
-    return made
+    return _taken(made)
 
 
 def over(store: Store, client: Store) -> Store:
@@ -71,6 +73,52 @@ def client_of(store: Store) -> Store:
     return store
 
 
+class Borrower:
+    """Threads that take clients for one purpose, and may be given up while they still wait.
+
+    One that waits for the store fails then, and so does one that needs it later. So none holds a client that others need, nor
+    waits for the store when the process ends. One that waits for anything else is left to itself.
+    """
+
+    def __init__(self) -> None:
+        self._is_given_up = False
+
+    @staticmethod
+    def current() -> Borrower | None:
+        """Return the borrower that this thread belongs to, if any."""
+        return getattr(_thread, "borrower", None)
+
+    @contextmanager
+    def here(self) -> Generator[None]:
+        """Have this thread belong to it."""
+        _thread.borrower = self
+        try:
+            yield
+        finally:
+            del _thread.borrower
+
+    def give_up(self) -> None:
+        """End the connections of all clients that its threads have taken and not given back, or take from now on."""
+        with _lock:
+            self._is_given_up = True
+            taken = [client for client, borrower in _borrowers.items() if borrower is self]
+        for client in taken:
+            hang_up(client)
+
+    def note(self, client: Store) -> None:
+        """Note that one of its threads has taken a client.
+
+        Raises:
+            torch.distributed.DistError: It has been given up.
+        """
+        with _lock:
+            _borrowers[client] = self
+            is_given_up = self._is_given_up
+        if is_given_up:
+            hang_up(client)
+            raise DistError("this thread has been given up, and uses the store no more")
+
+
 @dataclass(slots=True)
 class _Clients:
     """The clients of one job's store.
@@ -79,17 +127,15 @@ class _Clients:
         address: The store's host and port; None for a store without.
         groups: The client by which process groups meet. Others are made as it was.
         free: Those that nobody uses.
-        lent: Those in use, with the number of the loan.
+        lent: Those in use.
         reserved: The number of clients, free and lent, that are kept open.
-        loans: The number of loans so far.
     """
 
     address: tuple[str, int] | None
     groups: Store
     free: list[Store] = field(default_factory=list)
-    lent: weakref.WeakKeyDictionary[Store, int] = field(default_factory=weakref.WeakKeyDictionary)
+    lent: weakref.WeakSet[Store] = field(default_factory=weakref.WeakSet[Store])
     reserved: int = 0
-    loans: int = 0
 
     @property
     def excess(self) -> int:
@@ -103,6 +149,9 @@ _connections: Final[weakref.WeakKeyDictionary[Store, Connections]] = weakref.Wea
 """The connection of each client that was opened here."""
 _pools: Final[dict[tuple[str, int] | None, _Clients]] = {}
 """The pools in use, by the store's address."""
+_borrowers: Final[weakref.WeakKeyDictionary[Store, Borrower]] = weakref.WeakKeyDictionary()
+"""Who has taken a client last, if it was a borrower."""
+_thread: Final = threading.local()
 
 
 class Reservation:
@@ -168,9 +217,10 @@ def give_back(store: Store) -> None:
         return
     client.set_timeout(_timeout(pool.groups))
     with _lock:
-        if pool.excess <= 0 and pool.lent.pop(client, None) is not None:
+        if pool.excess <= 0 and client in pool.lent:
             pool.free.append(client)
-        pool.lent.pop(client, None)
+        pool.lent.discard(client)
+        _borrowers.pop(client, None)
 
 
 def client_of_groups() -> Store | None:
@@ -183,23 +233,7 @@ def client_of_groups() -> Store | None:
         return None
     if not _is_open(_connections.get(pool.groups, set())):
         pool.groups = _free(pool) or cloned(pool.groups)
-    return pool.groups
-
-
-def loans(store: Store) -> int:
-    """Return the number of loans of a store's clients so far."""
-    pool = _pools.get(_address(store))
-    return 0 if pool is None else pool.loans
-
-
-def connections_since(store: Store, loan: int) -> Connections:
-    """Return the connections of the clients that were lent after a number of loans, and of that of process groups."""
-    pool = _pools.get(_address(store))
-    if pool is None:
-        return set()
-    with _lock:
-        clients = [client for client, number in pool.lent.items() if number > loan]
-    return {one for client in [*clients, pool.groups] for one in _connections.get(client, set())}
+    return _taken(pool.groups)
 
 
 def _release(pool: _Clients, count: int) -> None:
@@ -231,8 +265,13 @@ def _free(pool: _Clients) -> Store | None:
 
 def _lend(pool: _Clients, client: Store) -> Store:
     with _lock:
-        pool.loans += 1
-        pool.lent[client] = pool.loans
+        pool.lent.add(client)
+    return _taken(client)
+
+
+def _taken(client: Store) -> Store:
+    if (borrower := Borrower.current()) is not None:
+        borrower.note(client)
     return client
 
 

@@ -5,24 +5,22 @@ on a thread of its own, while the job's membership watches the others as it does
 
 The first event ends the wait: the connection is made, this rank fails, or another is lost. On a failure the thread's
 connections to the store are closed, which ends its waits for the store. A thread that waits for a lost rank itself is
-abandoned.
+abandoned. So is one that waits for a rank that has given up.
 """
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Final, Generic, TypeVar
 
 import torch
-from torch.distributed import Store
 
 from adaptra.errors import AdaptraError, PeerLostError, TransportError
-from adaptra.runtime.control_store import spare_clients
-from adaptra.runtime.control_store.forked_children import connections_to, end_connections
+from adaptra.runtime.control_store.spare_clients import Borrower
 from adaptra.runtime.membership.process_membership import Listener, ProcessMembership
 from adaptra.runtime.membership.timing import HeartbeatTiming
 
@@ -30,16 +28,14 @@ T = TypeVar("T")
 Item = TypeVar("Item")
 
 _CLOSE_SECONDS: Final = 2.0
-_END_SECONDS: Final = 0.05
-"""Seconds between two attempts to end a thread's connections."""
+"""Seconds in which a thread that waited for the store comes to its end, before this process may."""
 
 
-def connect(membership: ProcessMembership, store: Store, rank: int, make: Callable[[], T]) -> T:
+def connect(membership: ProcessMembership, rank: int, make: Callable[[], T]) -> T:
     """Connect this rank to others by ``make``. All ranks of the job, which have just met, call it at about the same time.
 
     Args:
         membership: Tells whether another rank is lost meanwhile.
-        store: The job's.
         rank: This rank in the job.
         make: Makes the connection and may wait for other ranks in any way; runs on a thread.
 
@@ -48,12 +44,15 @@ def connect(membership: ProcessMembership, store: Store, rank: int, make: Callab
 
     Raises:
         PeerLostError: Another rank failed or died meanwhile; names it.
+        TransportError: Torch could not connect, and whoever finds which rank is lost does so after this.
         Exception: An error of ``make``, which is also reported to the other ranks.
     """
     happened: SimpleQueue[_Done[T] | BaseException] = SimpleQueue()
     listener = Listener(happened.put)
-    before, loans = connections_to(store), spare_clients.loans(store)
-    thread = threading.Thread(target=_run, args=(make, happened, _device()), name=f"adaptra rank {rank} connects", daemon=True)
+    borrower = Borrower()
+    thread = threading.Thread(
+        target=_run, args=(make, happened, _device(), borrower), name=f"adaptra rank {rank} connects", daemon=True
+    )
     try:
         membership.add(listener)
         thread.start()
@@ -66,17 +65,18 @@ def connect(membership: ProcessMembership, store: Store, rank: int, make: Callab
             return outcome.made
         if outcome is membership.lost:
             raise outcome
+        if not membership.tells_of_losses and _is_of_torch(outcome):
+            raise TransportError(f"rank {rank}: can't connect to the other ranks: {outcome}") from outcome
         cause = membership.fail(listener, outcome)
         if not _may_come_of_a_loss(outcome):
             raise outcome  # this rank's own mistake is raised as such, even if another rank made it first
         raise cause from (None if cause is outcome else outcome)
     except BaseException:
         # If a thread still waited for the store when this process ends, C++ would abort the process. It would also hold the
-        # client by which groups meet. It may open one only now, as when a loss was known before it had begun.
-        until = time.monotonic() + _CLOSE_SECONDS
-        while thread.is_alive() and time.monotonic() < until:
-            end_connections((connections_to(store) - before) | spare_clients.connections_since(store, loans))
-            thread.join(_END_SECONDS)
+        # client by which groups meet.
+        borrower.give_up()
+        if membership.tells_of_losses:  # else the job goes on, and this process does not end
+            thread.join(_CLOSE_SECONDS)
         raise
     finally:
         membership.remove(listener)
@@ -104,7 +104,7 @@ def on_threads(run: Callable[[Item], T], items: Sequence[Item], device: torch.de
         return number, run(item)
 
     for number, item in enumerate(items):
-        arguments = partial(numbered, number, item), happened, device.index
+        arguments = partial(numbered, number, item), happened, device.index, Borrower.current()
         threading.Thread(target=_run, args=arguments, name=f"adaptra {number} of {len(items)}", daemon=True).start()
     results: dict[int, T] = {}
     for _ in items:
@@ -123,11 +123,14 @@ class _Done(Generic[T]):
         self.made = made
 
 
-def _run(make: Callable[[], T], happened: SimpleQueue[_Done[T] | BaseException], device: int | None) -> None:
+def _run(
+    make: Callable[[], T], happened: SimpleQueue[_Done[T] | BaseException], device: int | None, borrower: Borrower | None
+) -> None:
     try:
         if device is not None:  # each thread has a current device of its own
             torch.cuda.set_device(device)
-        happened.put(_Done(make()))
+        with nullcontext() if borrower is None else borrower.here():
+            happened.put(_Done(make()))
     except BaseException as error:
         happened.put(error)
 
@@ -138,10 +141,13 @@ def _device() -> int | None:
 
 def _may_come_of_a_loss(error: BaseException) -> bool:
     """Return True if the end of another rank may be the cause, for example of a connection that breaks."""
-    if isinstance(error.__cause__, TransportError):
+    if isinstance(error.__cause__, TransportError) or _is_of_torch(error):
         return True
-    is_known = isinstance(error, AdaptraError) and not isinstance(error, TransportError)
-    return isinstance(error, RuntimeError) and not is_known and not isinstance(error, PeerLostError)
+    return isinstance(error, TransportError) and not isinstance(error, PeerLostError)
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and not isinstance(error, AdaptraError)
 
 
 def _cause_of(error: BaseException, happened: SimpleQueue[_Done[T] | BaseException]) -> BaseException | _Done[T]:

@@ -358,7 +358,7 @@ class Job:
 
     def connect(self, make: Callable[[], T]) -> T:
         """Connect this rank to others; see :func:`.connecting.connect`."""
-        return make() if self.ranks == 1 else connect(self.membership, self.store, self.rank, make)
+        return make() if self.ranks == 1 else connect(self.membership, self.rank, make)
 
     def _enter(self, world: World, name: str) -> Launch:
         process, device = ProcessId(self.rank), self._carriers.device

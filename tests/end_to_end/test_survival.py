@@ -30,6 +30,8 @@ def train_broken(rank: int, port: int, replicas: int, faults: Faults, of_functio
     from adaptra.runtime.control_store import spare_clients, stores
 
     join_by(port)
+    if rank == 2 and "changes" not in faults:  # a change of roles is not made again
+        refuse_a_group()
     cloned, openers = stores.cloned, set[str]()  # what a job opens at its start is not counted: it is opened by that module
 
     def open_client(client: Any) -> Any:
@@ -40,6 +42,21 @@ def train_broken(rank: int, port: int, replicas: int, faults: Faults, of_functio
     values = train_cases(rank, replicas, 2, [*faults], faults, of_function, survive=True)
     assert openers <= {"_pool_of_job", "fill"}, openers
     return values
+
+
+def refuse_a_group() -> None:
+    """Have the first group of a later epoch fail in torch, as where a process ends meanwhile, and nobody has told it yet."""
+    from adaptra.runtime.launch import launch
+
+    make, refused = launch.new_group, set[str]()
+
+    def refuse(members: Any, *how: Any) -> Any:
+        if "/0/" not in members.name and not refused:
+            refused.add(members.name)
+            raise RuntimeError("Gloo connectFullMesh failed with Connection refused")
+        return make(members, *how)
+
+    launch.new_group = refuse
 
 
 def join_by(port: int) -> None:

@@ -118,14 +118,15 @@ class RedoneCalls:
 
     def _catch_up(self) -> None:
         """Go on in the newest epoch."""
-        number = self._local.launched.world.epoch
+        number, unexplained = self._local.launched.world.epoch, 0
         while (lost := self._keeper.broken(number)) is not None:
             world = self._following(number, lost)
             number = world.epoch
             try:
                 self._enter(world, str(lost))
             except Exception as error:
-                if not self._comes_of_a_break(error, number):
+                unexplained += self._keeper.broken(number) is None
+                if unexplained == _MOST_TIMES or not self._comes_of_a_break(error, number):
                     self._keeper.fail(error)
                     raise
                 self._keeper.broke(number, error)
@@ -133,7 +134,9 @@ class RedoneCalls:
     def _comes_of_a_break(self, error: Exception, number: int) -> bool:
         if isinstance(error, TransportError | ControlError | DistError):
             return True
-        return isinstance(error, LaunchError) and self._keeper.broken(number) is not None
+        if not isinstance(error, LaunchError):
+            return False
+        return isinstance(error.__cause__, TransportError) or self._keeper.broken(number) is not None
 
 
 class _Changing:

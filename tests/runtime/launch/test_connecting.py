@@ -106,10 +106,11 @@ def check_named(results: Sequence[Raised | None], note: Path) -> list[Raised]:
 
 
 def test_a_client_that_is_opened_only_after_a_loss_is_ended_too() -> None:
-    """A thread that waits on it would hold it, and the next epoch's groups meet by the same one."""
+    """A thread that waits on it would wait as long as the store has its time, also when the process ends."""
     from torch.distributed import TCPStore
 
     from adaptra.errors import PeerLostError
+    from adaptra.runtime.control_store.stores import clone
     from adaptra.runtime.launch.connecting import connect
     from adaptra.runtime.membership.process_membership import ProcessMembership
 
@@ -117,13 +118,28 @@ def test_a_client_that_is_opened_only_after_a_loss_is_ended_too() -> None:
 
     def wait_late() -> object:
         time.sleep(0.3)
-        return store.clone().get("a key that nobody sets")
+        return clone(store).get("a key that nobody sets")
 
     membership = ProcessMembership()
     membership.lose(PeerLostError("rank 1 is lost", rank=1))
     with pytest.raises(PeerLostError, match="rank 1 is lost"):
-        connect(membership, store, 0, wait_late)
-    assert not [one for one in threading.enumerate() if one.name == "adaptra rank 0 connects"]
+        connect(membership, 0, wait_late)
+    for thread in [one for one in threading.enumerate() if one.name == "adaptra rank 0 connects"]:
+        thread.join(5.0)
+        assert not thread.is_alive()
+
+
+def test_an_error_of_torch_may_come_of_a_loss_that_is_found_later() -> None:
+    """Where calls survive the launcher tells losses, often after the broken connection."""
+    from adaptra.errors import TransportError
+    from adaptra.runtime.launch.connecting import connect
+    from adaptra.runtime.membership.process_membership import ProcessMembership
+
+    def refuse() -> None:
+        raise RuntimeError("Connection refused")
+
+    with pytest.raises(TransportError, match="rank 2: can't connect to the other ranks: Connection refused"):
+        connect(ProcessMembership(), 2, refuse)
 
 
 @pytest.mark.processes
