@@ -120,6 +120,11 @@ class Evidence:
             reasons = {other: self._told.get(other) or self._silence_of(other, now) for other in self._awaited}
         return {other: why for other, why in reasons.items() if why is not None}
 
+    def told(self, processes: Iterable[int]) -> dict[int, str]:
+        """Return those of the processes whose end has been told, and how they ended."""
+        with self._lock:
+            return {process: self._told[process] for process in processes if process in self._told}
+
     @contextmanager
     def awaiting(self) -> Generator[None]:
         """Count silence on between two calls of :meth:`against`, however late the second one is, until the context ends."""

@@ -157,6 +157,7 @@ class EpochKeeper:
         with self._changed:
             self._recovery.enter(Epoch(world, self._recovery.completed))
             self._changed.notify_all()
+        self._break_by_ends_before()
 
     def close(self) -> None:
         """Take no part any more. May be called again."""
@@ -188,6 +189,12 @@ class EpochKeeper:
     def _hear_of_end(self, process: int, how: str) -> None:
         world = self.epoch.world
         if process in world.processes:
+            self._break(world.epoch, f"rank {process} {how}")
+
+    def _break_by_ends_before(self) -> None:
+        """Take it that the newest epoch has broken if a process of it had ended before this process knew that epoch."""
+        world = self.epoch.world
+        for process, how in self._evidence.told(world.processes).items():
             self._break(world.epoch, f"rank {process} {how}")
 
     def _begin_anew(self) -> None:
@@ -253,6 +260,7 @@ class EpochKeeper:
             self._evidence.outlived(gone)
         if (lost := self.broken(after.epoch)) is not None:
             self._on_break(lost)
+        self._break_by_ends_before()
 
     def _lost(self, number: int, why: str) -> PeerLostError:
         return PeerLostError(f"epoch {number} of the job has broken: {why}")
