@@ -82,7 +82,7 @@ def run(how: How) -> Ran | None:
             return None
         ran = Ran.read(folder)
         if job.returncode or not ran.seen:
-            raise SystemExit(f"faults {how.faults}: the job ended with status {job.returncode}:\n{told}")
+            raise SystemExit(f"faults {how.faults} {how.followed}: the job ended with status {job.returncode}:\n{told}")
         return ran
 
 

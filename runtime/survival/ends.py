@@ -41,6 +41,7 @@ class Ends:
     ) -> None:
         self._on_end = on_end
         self._on_outlived = on_outlived
+        self._outlived: set[int] = set()
         self._news = News(Part(_PLACE, innermost(store)), self._hear)
 
     def tell(self, process: int, how: str) -> None:
@@ -48,8 +49,11 @@ class Ends:
         self._news.tell(encode({"what": _ENDED, "process": process, "how": how}))
 
     def tell_outlived(self, processes: Iterable[int]) -> None:
-        """Tell that the job has gone on without processes, so that their launchers don't fail for their ends."""
-        for process in processes:
+        """Tell that the job has gone on without processes, so that their launchers don't fail for their ends.
+
+        What has been told is told no more.
+        """
+        for process in set(processes) - self._outlived:
             self._news.tell(encode({"what": _OUTLIVED, "process": process, "how": ""}))
 
     def interrupt(self) -> None:
@@ -67,6 +71,7 @@ class Ends:
         if what == _ENDED:
             self._on_end(process, how)
         elif what == _OUTLIVED:
+            self._outlived.add(process)
             self._on_outlived(process)
         else:
             raise ControlError(f"end {number}: {what!r}: expected {_ENDED} or {_OUTLIVED}")

@@ -58,6 +58,7 @@ class EpochKeeper:
     ) -> None:
         self._store = Connection(under("survival", store))
         self._process = process
+        self._everyone = world.processes
         self._on_break = on_break
         self._on_loss = on_loss
         self._recovery = Recovery(process, world)
@@ -256,11 +257,12 @@ class EpochKeeper:
         lost_to_it = gone if recovery.end is None else set(world.processes).difference([self._process])
         if lost_to_it and not self._closed:
             self._on_loss(lost_to_it)
-        if after is not world and leader(after, {}) == self._process:
-            self._evidence.outlived(gone)
         if (lost := self.broken(after.epoch)) is not None:
             self._on_break(lost)
         self._break_by_ends_before()
+        if after is not world and leader(after, {}) == self._process:
+            # Also whom earlier epochs have lost: who was to tell it may have died before.
+            self._evidence.outlived(set(self._everyone).difference(after.processes))
 
     def _lost(self, number: int, why: str) -> PeerLostError:
         return PeerLostError(f"epoch {number} of the job has broken: {why}")
