@@ -7,6 +7,7 @@ travel from the owners before such a step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Final
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from adaptra.errors import OptionError
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.sizes import size_text
 
 
 class Shards:
@@ -38,6 +40,18 @@ class Shards:
         self.owners: Final = owners
         self._parameters = parameters
         self._state = state
+
+    def __str__(self) -> str:
+        """How sums are made, and what a late owner costs beside one that owned nothing: it sends what it has stepped last."""
+        owned = Counter[int]()
+        for name, owner in self.owners.items():
+            owned[owner] += self._state[name].nbytes
+        most = max(owned.values(), default=0)
+        told = f"to the owners of parameters, as the optimizer is sharded; {size_text(most)} at most have one owner"
+        if (link := self.replicas.link) is None:
+            return told
+        seconds = link.latency + (self.replicas.count - 1) * most * link.per_byte
+        return f"{told}, which takes {1e3 * seconds:.1f} ms to send to the other replicas; if it is late, they wait for that"
 
     @property
     def elsewhere(self) -> list[str]:

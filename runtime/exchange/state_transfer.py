@@ -38,11 +38,13 @@ class Handover:
             optimizer state.
         numbers: The entries of the optimizer state that are not tensors.
         groups: The index of the optimizer's group, per parameter that it steps.
+        owners: The replica that steps it, per parameter of a sharded optimizer.
     """
 
     tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict[tuple[str, str], Tensor])
     numbers: dict[tuple[str, str], float | bool | None] = field(default_factory=dict[tuple[str, str], float | bool | None])
     groups: dict[str, int] = field(default_factory=dict[str, int])
+    owners: dict[str, int] = field(default_factory=dict[str, int])
 
     @property
     def nbytes(self) -> int:
@@ -55,30 +57,36 @@ class Handover:
             {key: tensor for key, tensor in self.tensors.items() if key[0] in names},
             {key: number for key, number in self.numbers.items() if key[0] in names},
             {name: index for name, index in self.groups.items() if name in names},
+            {name: owner for name, owner in self.owners.items() if name in names},
         )
 
     def copy(self) -> Handover:
         """Return a copy with tensors of its own."""
-        return Handover({key: copied(tensor) for key, tensor in self.tensors.items()}, dict(self.numbers), dict(self.groups))
+        tensors = {key: copied(tensor) for key, tensor in self.tensors.items()}
+        return Handover(tensors, dict(self.numbers), dict(self.groups), dict(self.owners))
 
     def add(self, other: Handover) -> None:
         """Add the state of other names."""
         self.tensors |= other.tensors
         self.numbers |= other.numbers
         self.groups |= other.groups
+        self.owners |= other.owners
 
 
-def gather_state(state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> Handover:
+def gather_state(
+    state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, owners: Mapping[str, int] | None = None
+) -> Handover:
     """Return the state that a rank has to hand over.
 
     Args:
         state: Its stage's parameters and buffers by name.
-        optimizer: Steps the parameters.
+        optimizer: Steps the parameters, of a sharded one those that this rank owns.
+        owners: The replica that owns each parameter of a sharded one, by name.
 
     Raises:
         StateError: The optimizer state of a parameter has an entry that is neither a tensor nor a number; names both.
     """
-    handover = Handover()
+    handover = Handover(owners=dict(owners or {}))
     groups = {id(one): index for index, group in enumerate(optimizer.param_groups) for one in group["params"]}
     for name, value in state.items():
         handover.tensors[name, VALUE] = value.detach()
@@ -212,6 +220,7 @@ def _describe(held: Handover) -> bytes:
             "tensors": [[name, what, TensorForm.of(one).told()] for (name, what), one in held.tensors.items()],
             "numbers": [[name, what, _as_json(value)] for (name, what), value in held.numbers.items()],
             "groups": [[name, index] for name, index in held.groups.items()],
+            "owners": [[name, owner] for name, owner in held.owners.items()],
         },
         allow_nan=False,
     ).encode()
@@ -243,11 +252,12 @@ def _read(head: bytes, body: Tensor, where: str) -> Handover:
                 arrived.numbers[name, what] = float(text)
             case _:
                 raise fields.refuse("numbers", "a name, a key and a number", item)
-    for item in fields.items("groups"):
-        match item:
-            case [str(name), int(index)] if index >= 0:
-                arrived.groups[name] = index
-            case _:
-                raise fields.refuse("groups", "a name and a group's index", item)
+    for numbered, key in ((arrived.groups, "groups"), (arrived.owners, "owners")):
+        for item in fields.items(key):
+            match item:
+                case [str(name), int(index)] if index >= 0:
+                    numbered[name] = index
+                case _:
+                    raise fields.refuse(key, "a name and an index", item)
     fields.end()
     return arrived

@@ -67,7 +67,7 @@ def agree_on_roles(
         RuntimeError: A rank is lost.
         As ``tell``.
     """
-    trained = sum(tensor_bytes(held.tensors[name, VALUE]) for name in held.groups)
+    trained = sum(tensor_bytes(held.tensors[name, VALUE]) for name in held.owners | held.groups)
     took = [
         [stage, *_durations(case, stage, [one for one in measured if one.stage == stage])]
         for stage in stages_of(roles.of(group.rank())[1], case.placement)

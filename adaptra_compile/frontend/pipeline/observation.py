@@ -87,8 +87,8 @@ class ObservationMethods(HeldSession):
         connections, rounding or another cut point, and the limit that would remain.
 
         With several replicas the text says which microbatches no other replica would compute, and why. With
-        ``Reduce(algorithm="auto")`` it says how gradients are added, and why. It ends with the last measured REDUCE: see
-        :attr:`reduces`.
+        ``Reduce(algorithm="auto")`` or a sharded optimizer it says how gradients are added, and why. It ends with the last
+        measured REDUCE: see :attr:`reduces`.
         """
         alone = "".join(f"{line}\n" for line in self._require().alone)
         measured = "".join(f"last measured REDUCE, {one}\n" for one in self.reduces)

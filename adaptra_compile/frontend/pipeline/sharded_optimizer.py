@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from adaptra.collectives.owners import balanced_owners
-from adaptra.errors import OptionError, StateError
+from adaptra.errors import OptionError
 from adaptra.frontend.running.session import Session
+from adaptra.frontend.running.sharded_parameters import ShardedParameters
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
 
@@ -104,26 +105,8 @@ class Sharding:
 
         here = [{**group, "params": [one for one in group["params"] if is_here(_tensor(one))]} for group in groups]
         optimizer = kind(here, **settings)
-        _bring_after_step(optimizer, self._session, trained)
+        self._session.local.shards[optimizer] = ShardedParameters(self._session.local, optimizer, trained)
         return optimizer
-
-
-def _bring_after_step(optimizer: torch.optim.Optimizer, session: Session, names: Sequence[str]) -> None:
-    before = {id(one) for group in optimizer.param_groups for one in group["params"]}
-
-    def check(*_: Any) -> None:
-        now = {id(one) for group in optimizer.param_groups for one in group["params"]}
-        if now != before:
-            raise StateError(
-                "optimizer.step: this sharded optimizer has other parameters than pipe.shard gave it: expected the same; give "
-                "pipe.shard all groups, and not add_param_group"
-            )
-
-    def bring(*_: Any) -> None:
-        session.local.on_every_rank(lambda worker: worker.bring_parameters(names), "optimizer.step")
-
-    optimizer.register_step_pre_hook(check)
-    optimizer.register_step_post_hook(bring)
 
 
 def _tensor(one: Any) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -25,6 +26,7 @@ from adaptra.runtime.worker.worker import Worker
 
 if TYPE_CHECKING:
     from adaptra.frontend.running.redone_calls import RedoneCalls
+    from adaptra.frontend.running.sharded_parameters import ShardedParameters
 
 Result = TypeVar("Result")
 
@@ -48,6 +50,7 @@ class LocalWorkers:
         calls: Compares the calls of all processes; None for one process.
         redone: Does calls again in a job that survives; None in others.
         recorders: As given, those of the workers that run now.
+        shards: The parameters of each sharded optimizer.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class LocalWorkers:
     ) -> None:
         self.sharing = sharing
         self.redone: RedoneCalls | None = None
+        self.shards: WeakKeyDictionary[torch.optim.Optimizer, ShardedParameters] = WeakKeyDictionary()
         self._failure: BaseException | None = None
         self.calls: Calls | None = None
         job = launched.job

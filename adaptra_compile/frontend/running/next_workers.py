@@ -50,6 +50,7 @@ class NextWorkers:
         states: Sequence[Mapping[str, Tensor]],
         opened: ExitStack,
         recorders: Recorders | None = None,
+        owners: Mapping[str, int] | None = None,
     ) -> Sequence[Mapping[str, Tensor]]:
         """Go on with new workers, at the step at which the old ones ended.
 
@@ -59,6 +60,7 @@ class NextWorkers:
             states: Per worker of the home replica, its stages' parameters and buffers by name.
             opened: Closes what they use until they have begun, and nothing afterwards.
             recorders: The recorders that are open still.
+            owners: The replica that owns each parameter of a sharded optimizer; None where all are as before.
 
         Returns:
             The state of each worker, with those of guests.
@@ -73,7 +75,7 @@ class NextWorkers:
         for worker in workers:
             worker.numbers.steps_before = first.numbers.steps_before
             worker.kept.kept = first.kept.kept
-            worker.go_on_with(first.owners)
+            worker.go_on_with(first.owners if owners is None else owners)
             # With another role it goes on from that of this process.
             same = earlier.get((worker.replica, worker.rank), first if worker is workers[0] else None)
             if same is not None:

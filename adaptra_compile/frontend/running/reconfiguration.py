@@ -94,12 +94,12 @@ class Reconfiguration:
         leaving = self._agreed("roles", "take_roles", ready)
         with self._restarting("roles", after) as (launched, opened):
             self._local.end()
-            state = worker.state
+            state, owners = worker.state, worker.owners
             if senders:
                 arrived = exchange(leaving, senders, self._local.launched.everyone)
-                state = new_state(graphs, {}, arrived)
+                state, owners = new_state(graphs, {}, arrived), arrived.owners
                 give_optimizer(optimizer, arrived, state)
-            self._start(self._local.planned, launched, [state], opened)
+            self._start(self._local.planned, launched, [state], opened, owners)
 
     def settle_roles(self, optimizer: torch.optim.Optimizer, horizon: int) -> RoleChange | None:
         """Change to better roles if there are any: see :meth:`adaptra.frontend.api.Pipeline.settle_roles`."""
@@ -223,7 +223,8 @@ class Reconfiguration:
                 for worker, state, one in zip(self._local.workers, states, arrived, strict=True)
             ]
             regroup(optimizer, before, new_states, arrived)
-            self._start(after, launched, new_states, opened)
+            owners = {**arrived[0].owners, **self._local.workers[0].owners}
+            self._start(after, launched, new_states, opened, {name: owners[name] for name in new_states[0] if name in owners})
 
     def follow(self, *, evaluates: bool = False) -> nn.Module | None:
         """Compile anew if the model has changed, and return it then. All ranks call it, before a step or an evaluation.
@@ -265,7 +266,7 @@ class Reconfiguration:
             if not launched.in_threads:
                 agree_here(launched, after.facts(), self._spec.options.timeout, self._local.check)
             self._local.end()
-            self._start(after, launched, states, opened, has_moved=False)
+            self._start(after, launched, states, opened)
 
     def _start(
         self,
@@ -273,13 +274,19 @@ class Reconfiguration:
         launched: Launch,
         states: Sequence[Mapping[str, Tensor]],
         opened: ExitStack,
-        *,
-        has_moved: bool = True,
+        owners: Mapping[str, int] | None = None,
     ) -> None:
-        """Continue with new workers, of which other replicas keep what changes in a job that survives."""
-        states = self._next_workers.begin(planned, launched, states, opened)
-        if has_moved:
+        """Continue with new workers, of which other replicas keep what changes in a job that survives.
+
+        Args:
+            planned, launched, states, opened: As for :meth:`.next_workers.NextWorkers.begin`.
+            owners: The replica that owns each parameter of a sharded optimizer, by name; None if no state has moved.
+        """
+        states = self._next_workers.begin(planned, launched, states, opened, owners=owners)
+        if owners is not None:
             self._local.sharing.moved(states)
+            for optimizer, shard in self._local.shards.items():
+                shard.moved(optimizer, owners)
         if self._local.redone is not None:
             self._local.on_every_rank(lambda worker: worker.kept.gather(), "change", lambda worker: worker.kept.commit())
 
@@ -304,10 +311,11 @@ class Reconfiguration:
     def _leaving(self, what: str, optimizer: torch.optim.Optimizer) -> list[Handover]:
         """Return the state that each stage of this process would transfer."""
         self._local.sharing.require_alone(what)
-        if self._local.workers[0].owners:
+        shards = [*self._local.shards]
+        if (shards or self._local.workers[0].owners) and shards != [optimizer]:
             raise OptionError(
-                f"{what}: this pipeline has a sharded optimizer, whose state stays with its owners: expected an optimizer over "
-                "pipe.parameters() where parameters move between ranks"
+                f"{what}: this pipeline has {len(shards)} sharded optimizers, and was given a "
+                f"{type(optimizer).__name__}: expected a single one, and that one, where parameters move between ranks"
             )
         hooked = next(
             (name for worker in self._local.workers for name, one in worker.trainable.items() if is_hooked(one)), None
@@ -317,7 +325,7 @@ class Reconfiguration:
                 f"{what}: {hooked} has a gradient hook, which stays with this process: expected parameters without hooks where "
                 "they move between ranks; remove it by its handle, and register it of pipe.parameters() afterwards"
             )
-        return [gather_state(worker.state, optimizer) for worker in self._local.workers]
+        return [gather_state(worker.state, optimizer, worker.owners) for worker in self._local.workers]
 
     def _tell(self, text: str) -> list[str]:
         """Tell all ranks of the job a text, and return that of each, by rank."""

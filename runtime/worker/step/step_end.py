@@ -179,10 +179,10 @@ class AllAtOnce:
     @property
     def why(self) -> str | None:
         """As of :class:`StepEnd`."""
+        if self._shards is not None:
+            return str(self._shards)
         if not self._is_auto:
             return None
-        if self._shards is not None:
-            return "to the owners of parameters, as the optimizer is sharded"
         if self._arrivals is None:
             return "direct, as late replicas change nothing where there are two, and are seen only where gradients are on CPUs"
         return str(self._arrivals)
