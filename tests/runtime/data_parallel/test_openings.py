@@ -26,7 +26,7 @@ from adaptra.runtime.worker.step import step_end
 
 RANKS = 3
 OTHER_SUM = "rank … adds …; rank …: …: expected the same on all replicas of a stage"
-SECONDS = 2.0
+SECONDS = 5.0
 LINEAR = Example("linear", lambda: nn.Linear(8, 8), vectors(8), square_loss)
 
 
