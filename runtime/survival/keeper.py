@@ -194,9 +194,8 @@ class EpochKeeper:
 
     def _break_by_ends_before(self) -> None:
         """Take it that the newest epoch has broken if a process of it had ended before this process knew that epoch."""
-        world = self.epoch.world
-        for process, how in self._evidence.told(world.processes).items():
-            self._break(world.epoch, f"rank {process} {how}")
+        for process, how in self._evidence.told(self._everyone).items():
+            self._hear_of_end(process, how)
 
     def _begin_anew(self) -> None:
         """Make the requests of a recovery anew, as this process was cut off meanwhile."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -58,7 +57,7 @@ class LocalWorkers:
     ) -> None:
         self.sharing = sharing
         self.redone: RedoneCalls | None = None
-        self.shards: WeakKeyDictionary[torch.optim.Optimizer, ShardedParameters] = WeakKeyDictionary()
+        self.shards: weakref.WeakKeyDictionary[torch.optim.Optimizer, ShardedParameters] = weakref.WeakKeyDictionary()
         self._failure: BaseException | None = None
         self.calls: Calls | None = None
         job = launched.job
