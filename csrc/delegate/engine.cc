@@ -95,8 +95,8 @@ void Engine::reserve(std::uint32_t peer, std::uint64_t bytes, std::size_t count)
         std::size_t& reserved = reserved_[peer][bytes];
         reserved = std::max(reserved, count);
         for (const ChannelClass channel : kChannelClasses) {
-          // A rank may never use the bulk channel, so it is opened with its first message.
-          if (channel == ChannelClass::kBulk && ends_[{peer, channel}].receiver == nullptr) continue;
+          // A rank may never use a channel that gives way, so it is opened with its first message.
+          if (gives_way(channel) && ends_[{peer, channel}].receiver == nullptr) continue;
           receiver(peer, channel).reserve(bytes, count);
         }
       },
@@ -293,10 +293,10 @@ void Engine::open(const Address& address) {
 }
 
 bool Engine::may_post(SendChannel& channel) {
-  if (channel.address().channel != ChannelClass::kBulk) return true;
+  if (!gives_way(channel.address().channel)) return true;
   const bool are_others_under_way = std::any_of(ends_.begin(), ends_.end(), [](const auto& entry) {
     const auto& [key, ends] = entry;
-    return key.second != ChannelClass::kBulk && ends.sender != nullptr && ends.sender->is_under_way();
+    return !gives_way(key.second) && ends.sender != nullptr && ends.sender->is_under_way();
   });
   const bool has_left = last_bulk_ == nullptr || last_bulk_->has_room();
   if (!giving_way_.may_post(are_others_under_way, has_left, Clock::now())) {
@@ -322,7 +322,7 @@ void Engine::connected(Descriptor socket, const Address& address, bool opened_he
     channel(address).connected(std::move(socket), address, opened_here);
   } else if (is_source) {
     sender(address.destination, address.channel).probe_answered(address);
-  } else if (address.channel == ChannelClass::kBulk && peers_.contains(address.source)) {
+  } else if (gives_way(address.channel) && peers_.contains(address.source)) {
     (void)receiver(address.source, address.channel);
   }
 }

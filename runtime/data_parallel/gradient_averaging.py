@@ -20,9 +20,11 @@ from torch import Tensor
 from adaptra.collectives.buckets import LEAST_BYTES, LEAST_DEVICE_BYTES, best_bucket_bytes, bucket_bytes
 from adaptra.collectives.rounds import Algorithm
 from adaptra.collectives.seconds import slowest
-from adaptra.errors import ControlError, PeerLostError
+from adaptra.errors import ControlError, PeerLostError, TransportError
+from adaptra.runtime.data_parallel.collectives.carriers import TransportPosts
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 from adaptra.runtime.devices.read_later import ReadLater, moved_to
+from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.transports.link_probe import measure_links
 from adaptra.runtime.transports.process_groups import (
     Members,
@@ -84,22 +86,27 @@ class Replicas:
     """
 
     def __init__(self, world: World, worker: WorkerId, name: str, device: torch.device, backend: str | None = None) -> None:
-        self.index, place = world.seat(worker)
+        self.index, self._place = world.seat(worker)
         self._world = world
         self._gradients_on = device
-        self._column = world.column(place)
+        self._column = world.column(self._place)
         self.count = len(self._column)
         self._groups: tuple[dist.ProcessGroup, ...] = tuple(
-            new_group(Members(f"{name}/stage {place}{part}", self.index, self.count), backend)
+            new_group(Members(f"{name}/stage {self._place}{part}", self.index, self.count), backend)
             for part in (("", " aside") if self.count > 1 else ())
         )
         self.link: Link | None = None
         self._sums = {one: GroupSum(one, ranks=self.ranks) for one in self._groups}
         self._gradients = self._sums[self._groups[0]] if self._groups else None
+        self._over: TransportPosts | None = None
         self._dtype: torch.dtype | None = None
         self._number = 0  # of sums of gradients
         self._lock = threading.Lock()
         self._ended = False
+
+    def carry_over(self, transport: Transport) -> None:
+        """Have gradients on hosts carried by the transport of all workers, from the next :meth:`add_by` on."""
+        self._over = TransportPosts(transport, self._column, self._place)
 
     def add_by(self, algorithm: Algorithm, *, limit: int | None, dtype: torch.dtype | None) -> None:
         """Set how sums are computed from now on; arguments are those of :class:`.collectives.engine.GroupSum`."""
@@ -218,7 +225,7 @@ class Replicas:
         return answer.tolist()
 
     def _sum_by(self, group: dist.ProcessGroup, algorithm: Algorithm, limit: int | None) -> GroupSum:
-        return GroupSum(group, algorithm=algorithm, limit=limit, dtype=self._dtype, ranks=self.ranks)
+        return GroupSum(group, algorithm=algorithm, limit=limit, dtype=self._dtype, ranks=self.ranks, over=self._over)
 
     @property
     def _group(self) -> dist.ProcessGroup:
@@ -277,7 +284,7 @@ class Replicas:
     def _naming_the_lost(self) -> Generator[None]:
         try:
             yield
-        except ControlError:
+        except (ControlError, TransportError):
             raise
         except RuntimeError as error:
             lost = self._lost_worker()
@@ -302,7 +309,7 @@ class Replicas:
 
     def release(self) -> None:
         """Release the groups of an epoch that has broken: their descriptors and threads end with the last reference."""
-        self._groups, self._sums, self._gradients = (), {}, None
+        self._groups, self._sums, self._gradients, self._over = (), {}, None, None
 
     def end(self) -> None:
         """End the groups, once nothing is under way and nothing has failed. May be called again."""

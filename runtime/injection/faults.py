@@ -359,9 +359,9 @@ def link_delay(faults: Iterable[Fault], identity: Identity) -> float:
 
 def _is_lost(identity: Identity, share: float) -> bool:
     """Return True if a message is in the share of late ones, the same in every run and without a pattern between messages."""
-    *named, replica = identity.key
+    *named, replica, _ = identity.key
     # The messages of the first replica are those that versions without replicas in the key chose.
-    drawn = tuple(named) if replica == 0 else identity.key
+    drawn = tuple(named) if replica == 0 else (*named, replica)
     return random.Random(repr(drawn)).random() < share
 
 

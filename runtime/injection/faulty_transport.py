@@ -214,9 +214,9 @@ class FaultyTransport(Transport):
         """See :meth:`Transport.dropped`."""
         return self._transport.dropped
 
-    def receive(self, source_rank: int, identity: Identity) -> Pending:
+    def receive(self, source_rank: int, identity: Identity, into: Tensor | None = None) -> Pending:
         """See :meth:`Transport.receive`."""
-        receive = self._transport.receive(source_rank, identity)
+        receive = self._transport.receive(source_rank, identity, into)
         return _CutReceive(receive, self) if any(one.effect is Effect.CUT for one in self.faults) else receive
 
     def release(self, pending: Pending) -> None:

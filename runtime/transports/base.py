@@ -56,7 +56,9 @@ class ChannelClass(IntEnum):
     """Gradients of activations, and what never meets activations in a queue."""
     BULK = 2
     """What one worker does for another's replica, sums of weight gradients, and shared gradients of ranks with several stages.
-    It gives way to the other classes where a transport can order messages."""
+    It gives way to the classes before where a transport can order messages."""
+    SUMS = 3
+    """Sums over replicas. They give way as bulk messages do, and their order depends on no other message's."""
 
 
 class Purpose(Enum):
@@ -133,14 +135,17 @@ class Identity:
     """The identity of a message, the same on both sides.
 
     Attributes:
-        step: The training step; negative steps are evaluations.
+        step: The training step; negative steps are evaluations. For sums over replicas, the number of the sum.
         purpose: The message's purpose, which decides the class of its channel.
         source: The sending stage. For messages between ranks, a rank's first stage, and for model state the rank.
         destination: The receiving stage.
-        microbatch: The microbatch within the step, or the number of several messages of one purpose.
+        microbatch: The microbatch within the step, or the number of several messages of one purpose, or the part of a sum.
         specs: One per tensor.
-        replica: The replica of the microbatch.
-        shape: The code of the batch's shape; 0 for that of the compilation. Both sides compare it.
+        replica: The replica of the microbatch, or the one that sends a part of a sum.
+        shape: The code of the batch's shape, 0 for that of the compilation; for a part of a sum, of what is added and how. Both
+            sides compare it.
+        span: For a part of a sum, the first replica whose term is in it, and the one behind the last.
+        about: What a sum adds at this end of the message, for people.
     """
 
     step: int
@@ -151,11 +156,13 @@ class Identity:
     specs: MessageSpec
     replica: int = 0
     shape: int = 0
+    span: tuple[int, int] = (0, 0)
+    about: str = ""
 
     @property
-    def key(self) -> tuple[int, Purpose, int, int, int, int]:
-        """All fields but the specs and the batch's shape."""
-        return (self.step, self.purpose, self.source, self.destination, self.microbatch, self.replica)
+    def key(self) -> tuple[int, Purpose, int, int, int, int, tuple[int, int]]:
+        """All fields but the specs, the batch's shape and the text."""
+        return (self.step, self.purpose, self.source, self.destination, self.microbatch, self.replica, self.span)
 
     @property
     def channel(self) -> ChannelClass:
@@ -173,9 +180,11 @@ class Identity:
                 return ChannelClass.BACKWARD if self.source < self.destination else ChannelClass.FORWARD
             case Purpose.MODEL_STATE | Purpose.MODEL_OUTPUTS:
                 return ChannelClass.BACKWARD if self.source < self.destination else ChannelClass.FORWARD
-            case Purpose.INPUT | Purpose.TARGET | Purpose.RESULT | Purpose.ACCUMULATOR | Purpose.SUM | Purpose.TERM:
-                return ChannelClass.BULK
-            case Purpose.BUFFERS | Purpose.RANK_GRADIENTS | Purpose.RANK_SUMS | Purpose.RATE_PROBE:
+            case Purpose.TERM:
+                return ChannelClass.SUMS
+            case (Purpose.INPUT | Purpose.TARGET | Purpose.RESULT | Purpose.ACCUMULATOR | Purpose.SUM) | (
+                Purpose.BUFFERS | Purpose.RANK_GRADIENTS | Purpose.RANK_SUMS | Purpose.RATE_PROBE
+            ):
                 # Between ranks with several stages, activations go both ways.
                 return ChannelClass.BULK
 
@@ -187,7 +196,7 @@ class Identity:
     @property
     def op(self) -> str:
         """The op that sends the message, such as ``1SEND_F3``, or the message's purpose if no op does."""
-        return name_of(self.purpose, self.source, self.microbatch, self.replica)
+        return name_of(self.purpose, self.source, self.microbatch, self.replica, self.span)
 
     @property
     def edge(self) -> tuple[int, int]:
@@ -199,8 +208,10 @@ class Identity:
         return f"{self.op} of step {self.step} on {edge} with {describe_layout(layout_of(self.specs))}"
 
 
-def name_of(purpose: Purpose, source: int, microbatch: int, replica: int = 0) -> str:
+def name_of(purpose: Purpose, source: int, microbatch: int, replica: int = 0, span: tuple[int, int] = (0, 0)) -> str:
     """Return the name of a message in errors: the op that sends it, or its purpose. Replica 0 is not named."""
+    if purpose is Purpose.TERM:
+        return f"part {microbatch} with the terms of replicas {span[0]} to {span[1] - 1} from replica {replica}"
     home = f"{replica}:" if replica else ""
     if purpose in _SENT_BY:
         return f"{home}{source}{_SENT_BY[purpose].value}{microbatch}"
@@ -288,7 +299,8 @@ class LaneTraffic:
 class Transport(ABC):
     """One rank's end of the network.
 
-    Sent tensors must not be written to before the send is done, unless the contract says that the transport buffers them. All
+    Sent tensors must not be written to before the send is done, unless the contract says that the transport buffers them. Those
+    of sums never are before they are sent: transports that need no copy send them from where they are. All
     methods may be called from any thread.
 
     Attributes:
@@ -322,8 +334,14 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def receive(self, source_rank: int, identity: Identity) -> Pending:
+    def receive(self, source_rank: int, identity: Identity, into: Tensor | None = None) -> Pending:
         """Post a receive of exactly this message. It takes a buffer of the pool until :meth:`release`.
+
+        Args:
+            source_rank: Another rank.
+            identity: The message's identity.
+            into: Host memory for the message's only tensor, contiguous, which is filled at the end of :meth:`Pending.wait`.
+                Such a message takes no buffer of the pool and is not released.
 
         Raises:
             TransportError: There is no such rank, or the transport was aborted or closed.

@@ -94,11 +94,12 @@ class LanedTransport(Transport):
         carrier = self._carrier_of(identity, self.rank, destination_rank)
         return carrier.send(destination_rank, identity, tensors, posted_at=posted_at)
 
-    def receive(self, source_rank: int, identity: Identity) -> Pending:
+    def receive(self, source_rank: int, identity: Identity, into: Tensor | None = None) -> Pending:
         """See :meth:`Transport.receive`."""
         carrier = self._carrier_of(identity, source_rank, self.rank)
-        pending = carrier.receive(source_rank, identity)
-        self._carrier[pending] = carrier
+        pending = carrier.receive(source_rank, identity, into)
+        if into is None:
+            self._carrier[pending] = carrier
         return pending
 
     def release(self, pending: Pending) -> None:

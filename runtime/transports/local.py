@@ -18,7 +18,7 @@ from torch import Tensor, distributed
 from adaptra.errors import LaunchError, TransportError
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.program.transport_contract import Contract
-from adaptra.runtime.transports.base import Identity, Pending, check_tensors, describe_layout, layout_of, now
+from adaptra.runtime.transports.base import ChannelClass, Identity, Pending, check_tensors, describe_layout, layout_of, now
 from adaptra.runtime.transports.peer_copies import PeerCopies
 from adaptra.runtime.transports.pending import Completion, GuardedTransport, PendingOperations
 from adaptra.runtime.transports.pool import Pool
@@ -54,6 +54,7 @@ class _LocalReceive(Completion):
         super().__init__(identity)
         has_gpu = torch.cuda.is_initialized() and not identity.is_for_host
         self.device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else None
+        self.into: Tensor | None = None
 
 
 class LocalHub:
@@ -155,17 +156,21 @@ class LocalTransport(GuardedTransport):
         check_tensors(identity, tensors)
         pending = self._guard.post(destination_rank, identity, is_receive=False)
         sent = tuple(spec.arriving(tensor) for tensor, spec in zip(tensors, identity.specs, strict=True))
+        if identity.channel is ChannelClass.SUMS:
+            sent = tuple(one.clone() for one in sent)  # the result is written over the term once that is sent
         message = _LocalMessage(identity, pending.attempt, sent, now() if posted_at is None else posted_at)
         self._hub.deliver(self.rank, destination_rank, message)
         pending.complete()
         self._guard.settle(pending)
         return pending
 
-    def receive(self, source_rank: int, identity: Identity) -> Pending:
+    def receive(self, source_rank: int, identity: Identity, into: Tensor | None = None) -> Pending:
         """See :meth:`Transport.receive`."""
         pending = self._guard.post(source_rank, identity, is_receive=True, make=_LocalReceive)
-        self._pool.take(source_rank, identity)
-        self._held[pending] = source_rank
+        pending.into = into
+        if into is None:
+            self._pool.take(source_rank, identity)
+            self._held[pending] = source_rank
         self._hub.expect(source_rank, self, pending)
         return pending
 
@@ -187,7 +192,9 @@ class LocalTransport(GuardedTransport):
         if sent == expected:
             # Detached, so that one side's autograd never reaches the other's tensor.
             tensors = tuple(tensor.detach() for tensor in message.tensors)
-            if pending.device is not None and any(device != pending.device for device in message.ready):
+            if pending.into is not None:
+                tensors = (pending.into.copy_(tensors[0]),)
+            elif pending.device is not None and any(device != pending.device for device in message.ready):
                 tensors, pending.use = self._copies.to(pending.device, tensors, message.ready, pending.identity.channel)
             pending.complete(tensors, message.sent_at, message.arrived_at)
         else:

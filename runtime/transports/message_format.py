@@ -9,7 +9,7 @@ The header is :data:`HEADER_BYTES` long, little-endian::
 
     field       bytes  meaning
     magic       4      adpt
-    version     1      5
+    version     1      6
     purpose     1      index in adaptra.runtime.transports.base.Purpose
     replica     2
     step        8      signed
@@ -23,7 +23,8 @@ The header is :data:`HEADER_BYTES` long, little-endian::
     epoch       4      of the world
     attempt     4      at the world's calls
     size        8      bytes of the tensors in the flat buffer
-    text        118    shapes and dtypes for people, cut to fit
+    span        4      of a part of a sum: the first replica, and the one behind the last
+    text        114    shapes and dtypes for people, or what a sum adds, cut to fit
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ from adaptra.runtime.world.world import Attempt
 ALIGNMENT: Final = 64
 HEADER_BYTES: Final = 192
 INLINE_BYTES: Final = 4096
-VERSION: Final = 5
+VERSION: Final = 6
 _MAGIC: Final = b"adpt"
-_FORMAT: Final = struct.Struct("<4sBBHqiiId16sHIIIQ118s")
+_FORMAT: Final = struct.Struct("<4sBBHqiiId16sHIIIQHH114s")
 _PURPOSES: Final = tuple(Purpose)
 _CODES: Final = {purpose: code for code, purpose in enumerate(_PURPOSES)}
-_TEXT_BYTES: Final = 118
+_TEXT_BYTES: Final = 114
 
 
 def _aligned(size: int) -> int:
@@ -69,18 +70,24 @@ def shared_memory(size: int, *, is_pinned: bool) -> tuple[memoryview, Tensor]:
 
 
 class Header:
-    """The header of messages of given specs: writes headers, and compares received ones with the expected ones."""
+    """The header of messages of given specs: writes headers, and compares received ones with the expected ones.
 
-    def __init__(self, specs: MessageSpec) -> None:
+    Args:
+        specs: One per tensor.
+        size: The bytes that travel behind the first part; None for those of a flat buffer.
+    """
+
+    def __init__(self, specs: MessageSpec, size: int | None = None) -> None:
         described = describe_layout(layout_of(specs)).encode()
         self._digest = hashlib.blake2b(described, digest_size=16).digest()
         self._text = described[:_TEXT_BYTES]
-        self._size = flat_bytes(specs)
+        self._size = flat_bytes(specs) if size is None else size
         self.tag = _tag_of(self._digest)
 
     def pack_into(self, memory: memoryview, identity: Identity, attempt: Attempt, sent_at: float) -> None:
         """Write the header of a message to the first :data:`HEADER_BYTES` of ``memory``."""
-        step, purpose, source, destination, microbatch, replica = identity.key
+        step, purpose, source, destination, microbatch, replica, span = identity.key
+        text = identity.about.encode()[:_TEXT_BYTES] or self._text
         _FORMAT.pack_into(
             memory,
             0,
@@ -94,11 +101,12 @@ class Header:
             microbatch,
             sent_at,
             self._digest,
-            len(self._text),
+            len(text),
             identity.shape,
             *attempt,
             self._size,
-            self._text,
+            *span,
+            text,
         )
 
     def check(self, memory: memoryview | bytes, expected: Identity) -> float:
@@ -111,14 +119,19 @@ class Header:
             TransportError: It is another message; names the edge, the expected message and the received one.
         """
         fields = _FORMAT.unpack_from(memory)
-        magic, version, code, replica, step, source, destination, microbatch, sent_at, digest, length, shape, *_, text = fields
+        magic, version, code, replica, step, source, destination, microbatch, sent_at, digest, length, shape, *others = fields
         if magic != _MAGIC or version != VERSION or code >= len(_PURPOSES) or not math.isfinite(sent_at):
             raise TransportError(f"receive of {expected}: got bytes that are no message of version {VERSION}: {magic!r}")
         purpose = _PURPOSES[code]
+        *_, first, end, text = others
+        said = text[:length].decode(errors="replace")
+        if expected.about and shape != expected.shape:
+            raise TransportError(f"{said}; {expected.about}: {OTHER_SUM}")
         other_shape = OTHER_SHAPE if shape != expected.shape else ""
-        if other_shape or (step, purpose, source, destination, microbatch, replica) != expected.key or digest != self._digest:
-            got = f"{name_of(purpose, source, microbatch, replica)} of step {step} on edge {source}→{destination}"
-            raise TransportError(f"receive of {expected}: got {got} with {text[:length].decode(errors='replace')}{other_shape}")
+        key = (step, purpose, source, destination, microbatch, replica, (first, end))
+        if other_shape or key != expected.key or digest != self._digest:
+            got = f"{name_of(purpose, source, microbatch, replica, (first, end))} of step {step} on edge {source}→{destination}"
+            raise TransportError(f"receive of {expected}: got {got} with {said}{other_shape}")
         return sent_at
 
 
@@ -138,18 +151,25 @@ class Arrival(NamedTuple):
 
 def arrival(memory: memoryview | bytes) -> Arrival | None:
     """Return what the header at the beginning of ``memory`` says of its message; None if it is no header of this version."""
-    magic, version, *_, digest, _, _, epoch, number, size, _ = _FORMAT.unpack_from(memory)
+    magic, version, *_, digest, _, _, epoch, number, size, _, _, _ = _FORMAT.unpack_from(memory)
     if magic != _MAGIC or version != VERSION:
         return None
     return Arrival(Attempt(epoch, number), size, _tag_of(digest))
 
 
 def _tag_of(digest: bytes) -> int:
-    return 1 + int.from_bytes(digest[:4], "little") % (2**31 - 2)
+    return 1 + int.from_bytes(digest[:4], "little") % (MOST_TAGS - 2)
+
+
+MOST_TAGS: Final = 2**30
+"""The number of tags of messages. A transport can so tell two classes of channels apart that share its tags."""
 
 
 OTHER_SHAPE: Final = ", of a batch of another shape: expected batches of one shape on all ranks of a replica"
 """The end of the error of a message whose batch has another shape on the sending rank than here."""
+
+OTHER_SUM: Final = "expected the same on all replicas of a stage"
+"""The end of the error of a part of another sum than this rank's."""
 
 
 def flat_bytes(specs: MessageSpec) -> int:
@@ -184,22 +204,31 @@ class MessageBuffer:
     Args:
         specs: One per tensor.
         is_pinned: Whether a GPU copies to and from the memory, which is the host's.
+        where: The message's only tensor, contiguous and in host memory: where it is too large for the first part, it travels
+            from or to there. None if the buffer has memory of its own.
 
     Attributes:
         specs: One per tensor.
+        is_own: Whether all memory is the buffer's own.
         first: The first part, (HEADER_BYTES + INLINE_BYTES,) uint8: the header, and small tensors.
         rest: The tensors, uint8, if they are too large for the first part; else None.
         flat: All tensors, (bytes,) uint8, a view of either part.
         views: The tensors as they travel, views of ``flat``.
     """
 
-    def __init__(self, specs: MessageSpec, *, is_pinned: bool = False) -> None:
+    def __init__(self, specs: MessageSpec, *, is_pinned: bool = False, where: Tensor | None = None) -> None:
         self.specs = specs
-        self._rule = Header(specs)
+        self._rule = Header(specs, None if where is None else where.nbytes)
         self._header, self.first = shared_memory(HEADER_BYTES + INLINE_BYTES, is_pinned=is_pinned)
         total = flat_bytes(specs)
         is_large = total > INLINE_BYTES
-        self.rest = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=is_pinned) if is_large else None
+        self.is_own = where is None or not is_large
+        if not is_large:
+            self.rest = None
+        elif where is not None:
+            self.rest = where.view(torch.uint8)
+        else:
+            self.rest = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
         self.flat = self.first[HEADER_BYTES : HEADER_BYTES + total] if self.rest is None else self.rest
         self.views = views_of(self.flat, specs)
 

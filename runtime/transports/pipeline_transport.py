@@ -61,9 +61,9 @@ class PipelineTransport(Transport):
         """See :meth:`Transport.send`."""
         return self._job.send(self.members[destination_rank], identity, tensors, posted_at=posted_at)
 
-    def receive(self, source_rank: int, identity: Identity) -> Pending:
+    def receive(self, source_rank: int, identity: Identity, into: Tensor | None = None) -> Pending:
         """See :meth:`Transport.receive`."""
-        return self._job.receive(self.members[source_rank], identity)
+        return self._job.receive(self.members[source_rank], identity, into)
 
     def release(self, pending: Pending) -> None:
         """See :meth:`Transport.release`."""

@@ -14,7 +14,7 @@ import contextlib
 import os
 import threading
 from collections import defaultdict
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Iterable
 from datetime import timedelta
 from typing import Any, Final, NamedTuple
 
@@ -232,9 +232,9 @@ def control_plane(members: Members) -> Store:
     return signed_together(Part("adaptra", clone(keys_of(members.name))), *members)
 
 
-def make_groups(members: Members) -> dict[ChannelClass, ProcessGroup]:
-    """Make a communicator of gloo for each class of channels."""
-    return {channel: new_group(members.part(channel.name.lower()), "gloo", FOR_EVER) for channel in ChannelClass}
+def make_groups(members: Members, channels: Iterable[ChannelClass]) -> dict[ChannelClass, ProcessGroup]:
+    """Make a communicator of gloo for each of some classes of channels."""
+    return {channel: new_group(members.part(channel.name.lower()), "gloo", FOR_EVER) for channel in channels}
 
 
 def end_waits(group: ProcessGroup) -> None:

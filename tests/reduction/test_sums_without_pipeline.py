@@ -237,12 +237,12 @@ def lose(rank: int, deaths: list[Death], sent: int) -> list[list[tuple[str, int 
     import adaptra
     from adaptra import reduction
     from adaptra.errors import PeerLostError
-    from adaptra.runtime.data_parallel.collectives.carriers import GlooCarrier
+    from adaptra.runtime.data_parallel.collectives.carriers import HostCarrier
 
     dist.init_process_group("gloo")
     last = len(deaths) + 1
     groups: list[Any] = [dist.new_group([0, lost, last]) for lost in range(1, last)]
-    carrier: Any = GlooCarrier
+    carrier: Any = HostCarrier
     begin, left = carrier.begin, -1
 
     def begin_or_end(*args: Any) -> None:

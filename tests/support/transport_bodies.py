@@ -4,6 +4,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ def backward(
     return Identity(step, Purpose.GRADIENT, source, destination, microbatch, specs)
 
 
-BULK = (Purpose.INPUT, Purpose.TARGET, Purpose.RESULT, Purpose.ACCUMULATOR, Purpose.TERM)
+BULK = (Purpose.INPUT, Purpose.TARGET, Purpose.RESULT, Purpose.ACCUMULATOR, Purpose.SUM)
 
 
 def bulk(
@@ -62,6 +63,41 @@ def same(got: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
     return len(got) == len(expected) and all(
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b) for a, b in zip(got, expected, strict=True)
     )
+
+
+def term(number: int, sender: int, specs: tuple[TensorSpec, ...] = LARGE) -> Identity:
+    return Identity(1, Purpose.TERM, 2, 2, number, specs, sender, span=(sender, sender + 1))
+
+
+def brings_parts_of_sums_to_where_they_belong(transport: Transport) -> None:
+    """More at a time than there are slots, large and small, both ways, beside bulk messages of the same layout; each once, and
+    to the memory that its receiver gave for it.
+    """
+    if transport.rank > 1:
+        return
+    rank, peer = transport.rank, 1 - transport.rank
+    host = tuple(TensorSpec(spec.shape, spec.dtype, stays_on_host=True) for spec in LARGE)
+    layouts = [
+        host,
+        (TensorSpec((3,), torch.float64, stays_on_host=True),),
+        (TensorSpec((8193,), torch.uint8, stays_on_host=True),),
+    ]
+    transport.reserve({(peer, LARGE): 2})
+    for repeated in range(2):
+        theirs = [term(9 * repeated + number, peer, layouts[number % 3]) for number in range(9)]
+        places = [torch.zeros(one.specs[0].shape, dtype=one.specs[0].dtype) for one in theirs]
+        receives = [transport.receive(peer, one, place) for one, place in zip(theirs, places, strict=True)]
+        others = [transport.receive(peer, bulk(number, peer, rank)) for number in range(2)]
+        mine = [term(9 * repeated + number, rank, layouts[number % 3]) for number in range(9)]
+        sends = [transport.send(peer, one, make(one)) for one in mine]
+        sends += [transport.send(peer, one, make(one)) for one in (bulk(number, rank, peer) for number in range(2))]
+        for other, pending in enumerate(others):
+            assert same(pending.wait(100), make(bulk(other)))
+            transport.release(pending)
+        for one, place, pending in zip(theirs, places, receives, strict=True):
+            assert same(pending.wait(100), [place]) and same([place], make(one))
+        for send in sends:
+            send.wait(100)
 
 
 def carries_every_dtype(transport: Transport) -> None:
@@ -201,8 +237,24 @@ def refuses_another_bulk_message(transport: Transport) -> None:
         transport.store.wait(["refused"])
     elif transport.rank == 1:
         transport.reserve({(0, LARGE): 1})
-        with pytest.raises(TransportError, match=r"receive of 0SEND_W3 of step 0 on edge 0→1.*got term of step 0"):
+        with pytest.raises(TransportError, match=r"receive of 0SEND_W3 of step 0 on edge 0→1.*got 0SEND_SUM4 of step 0"):
             transport.receive(0, bulk(3)).wait(100)
+        transport.store.set("refused", "")
+
+
+def refuses_another_part_of_a_sum(transport: Transport) -> None:
+    """Parts of sums are matched by what is in them, too, and one that is refused is written nowhere."""
+    sent, expected = term(4, 0), replace(term(4, 0), span=(0, 2))
+    if transport.rank == 0:
+        transport.send(1, sent, make(sent))
+        transport.store.wait(["refused"])
+    elif transport.rank == 1:
+        place = torch.zeros(5000)
+        text = (
+            "receive of part 4 with the terms of replicas 0 to 1 .*got part 4 with the terms of replicas 0 to 0 from replica 0"
+        )
+        with pytest.raises(TransportError, match=text):
+            transport.receive(0, expected, place).wait(100)
         transport.store.set("refused", "")
 
 
@@ -406,6 +458,7 @@ ALL = (
     drops_what_is_late,
     stands_by_for_whatever_comes_next,
     carries_every_dtype,
+    brings_parts_of_sums_to_where_they_belong,
     rounds_what_is_lossy,
     refuses_what_is_rounded_elsewhere,
     sends_what_requires_grad,
@@ -420,7 +473,7 @@ ALL = (
     abort_ends_every_wait,
     refuses_misuse,
 )
-IN_ORDER = (refuses_another_message, refuses_another_bulk_message)
+IN_ORDER = (refuses_another_message, refuses_another_bulk_message, refuses_another_part_of_a_sum)
 MATRIX = (*ALL, *IN_ORDER)
 
 

@@ -93,6 +93,7 @@ class WorkerFactory:
             carrier = transport if faulty is None else faulty
             cut = _nothing if faulty is None else faulty.cut
             opened.callback(carrier.close)
+            replicas.carry_over(carrier)
             pipeline = launched.pipeline_of(carrier)
             device = next((one.device for one in state.values()), launched.device)
             clock, placement = OpClock(device), tuple(initial.case.placement)

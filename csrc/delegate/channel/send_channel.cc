@@ -98,10 +98,10 @@ void SendChannel::path_failed(std::size_t path) {
 }
 
 // Asks on each path whether the destination's process lives. The destination opens all connections of a channel. A source that
-// has none left opens one only to learn whether a process answers, and both ends close it at once. The destination of a bulk
-// channel learns by it that there is something to open.
+// has none left opens one only to learn whether a process answers, and both ends close it at once. The destination of a
+// channel that gives way learns by it that there is something to open.
 void SendChannel::probe_peer(Clock::time_point now) {
-  const bool is_closed = address_.channel == ChannelClass::kBulk && has_pending() && !is_connected();
+  const bool is_closed = gives_way(address_.channel) && has_pending() && !is_connected();
   if (!(is_closed || is_cut_off()) || probing_ != 0 || now < probe_not_before_) return;
   probe_not_before_ = now + kProbeEvery;
   for (std::uint32_t path = 0; path < paths_.size(); ++path) {

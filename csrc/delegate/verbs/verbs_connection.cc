@@ -35,7 +35,7 @@ VerbsConnection::VerbsConnection(VerbsWire& wire, Descriptor socket, std::uint32
       socket_(std::move(socket)),
       serial_(serial),
       sink_(sink),
-      most_queued_(channel == ChannelClass::kBulk ? kBulkQueuedBytes : kQueuedBytes),
+      most_queued_(gives_way(channel) ? kBulkQueuedBytes : kQueuedBytes),
       domain_(wire.verbs_.alloc_pd(wire.device_.get()), wire.verbs_.dealloc_pd),
       cells_(0, kReceives * kReceiveCellBytes + kSends * kSendCellBytes),
       cells_region_(nullptr, wire.verbs_.dereg_mr),

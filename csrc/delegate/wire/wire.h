@@ -38,9 +38,15 @@ struct Memory {
 enum class ChannelClass : std::uint8_t {
   kForward = 0,
   kBackward = 1,
-  kBulk = 2,  // gives way to the other two, and is opened when its first message is sent or expected
+  kBulk = 2,  // what one worker does for another replica
+  kSums = 3,  // what replicas add up
 };
-inline constexpr std::array kChannelClasses = {ChannelClass::kForward, ChannelClass::kBackward, ChannelClass::kBulk};
+inline constexpr std::array kChannelClasses = {ChannelClass::kForward, ChannelClass::kBackward, ChannelClass::kBulk,
+                                               ChannelClass::kSums};
+
+// Whether messages of a class give way to those of the others. Its channels are opened when their first message is sent or
+// expected.
+constexpr bool gives_way(ChannelClass channel) { return channel == ChannelClass::kBulk || channel == ChannelClass::kSums; }
 
 // The identity of a connection; both sides proved it in the handshake.
 struct Address {

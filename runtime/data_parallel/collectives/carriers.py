@@ -1,4 +1,4 @@
-"""What brings the messages of sums to other replicas: a process group of torch.distributed, of gloo or NCCL."""
+"""What brings the messages of sums to other replicas: a job's transport, or a process group of torch.distributed."""
 
 from __future__ import annotations
 
@@ -6,19 +6,88 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from queue import SimpleQueue
-from typing import Any, Final
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from adaptra.collectives.rounds import TermMessage
-from adaptra.runtime.data_parallel.collectives.openings import Opening
+from adaptra.graph.ops.specs import TensorSpec
 from adaptra.runtime.devices.read_later import ReadLater
+from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
+from adaptra.runtime.world.world import WorkerId
 
-OPENING_TAG: Final = 2**30
-"""The tag of what replicas say ahead of a sum. Those of sums are below, and those that nobody sends or receives far above."""
+
+class Waited(Protocol):
+    """A message that is sent or received."""
+
+    def wait(self) -> object:
+        """Wait until it has arrived, or until its memory is no longer needed.
+
+        Raises:
+            RuntimeError: It has failed.
+        """
+        ...
+
+
+Post = Callable[[TermMessage, Tensor], Waited]
+"""Begins to send a message from memory of the host, contiguous, or to receive it there."""
+
+
+class TransportPosts:
+    """Messages of sums over the transport of a job: activations go first, and other paths or the delegate take over.
+
+    Args:
+        transport: That of all workers.
+        workers: Those of the replicas, in the order of the sum.
+        stage: The stage that they have, or the first one of several.
+    """
+
+    def __init__(self, transport: Transport, workers: Sequence[WorkerId], stage: int) -> None:
+        self._transport = transport
+        self._workers = tuple(workers)
+        self._stage = stage
+
+    def of(self, number: int, text: str, code_with: Callable[[int], int]) -> Post:
+        """Return what begins the messages of a sum.
+
+        Args:
+            number: Its number, the same on all replicas.
+            text: What this replica adds, for those that add something else.
+            code_with: Returns for a replica what it has to have found too.
+        """
+        own, code_with = self._workers.index(WorkerId(self._transport.rank)), lru_cache(code_with)
+
+        def post(message: TermMessage, memory: Tensor) -> Pending:
+            is_sent, (part, *span) = message.source == own, message.value
+            peer = message.destination if is_sent else message.source
+            specs = (TensorSpec(tuple(memory.shape), memory.dtype, stays_on_host=True),)
+            edge, replica, code = (self._stage, self._stage), message.source, code_with(peer)
+            identity = Identity(number, Purpose.TERM, *edge, part, specs, replica, code, (span[0], span[1]), text)
+            if is_sent:
+                return self._transport.send(self._workers[peer], identity, [memory])
+            return self._transport.receive(self._workers[peer], identity, memory)
+
+        return post
+
+
+def posts_over(group: Any, tag: int) -> Post:
+    """Return what begins messages over a group of gloo.
+
+    Args:
+        group: The replicas.
+        tag: That of the messages; those of other tags never meet.
+    """
+
+    def post(message: TermMessage, memory: Tensor) -> dist.Work:
+        if message.source == group.rank():
+            return group.send([memory], message.destination, tag)
+        return group.recv([memory], message.source, tag)
+
+    return post
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,19 +95,19 @@ class _TermUnderWay:
     """A message under way.
 
     Attributes:
-        message: What it is, or what is said ahead of a sum.
+        message: What it is.
         tensor: The value.
-        memory: What the group sends or fills: of a value on a GPU a copy in pinned memory, unless the group carries GPUs' own.
-        work: The operation; None if another one's stands for it.
+        memory: What is sent or filled: of a value on a GPU a copy in pinned memory.
+        work: The operation.
     """
 
-    message: TermMessage | Opening
+    message: TermMessage
     tensor: Tensor
     memory: Tensor
-    work: dist.Work | None
+    work: Waited
 
 
-class GroupCarrier:
+class NcclCarrier:
     """The messages of one sum over NCCL, whose operations end in their order: a wait for one is queued on the stream.
 
     Args:
@@ -51,7 +120,7 @@ class GroupCarrier:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group: Any = group  # torch's annotations lack some of its methods
         self._rank = group.rank()
-        self._under_way: list[_TermUnderWay] = []
+        self._under_way: list[tuple[TermMessage, Tensor, dist.Work | None]] = []
         self.works: list[dist.Work] = []
 
     @property
@@ -69,60 +138,44 @@ class GroupCarrier:
         works = [self._operation(*each) for each in receives_first]
         if pairs:
             works = [group._end_coalescing(device), *[None] * (len(works) - 1)]
-        self._under_way += [
-            _TermUnderWay(message, tensor, tensor, work) for (message, tensor), work in zip(receives_first, works, strict=True)
-        ]
+        self._under_way += [(*each, work) for each, work in zip(receives_first, works, strict=True)]
 
     def next(self) -> tuple[TermMessage, Tensor]:
         """See :meth:`.moves.Carrier.next`."""
-        return self._arrived(self._earliest())
-
-    def finish(self) -> None:
-        """Do nothing: once no message is under way, nothing is."""
-
-    def _earliest(self) -> _TermUnderWay:
-        earliest = min(self._under_way, key=lambda one: one.message.round)
+        earliest = min(self._under_way, key=lambda one: one[0].round)
         self._under_way.remove(earliest)
-        if earliest.work is not None:
-            earliest.work.wait()
-            self.works.append(earliest.work)
-        return earliest
+        message, tensor, work = earliest
+        if work is not None:
+            work.wait()
+            self.works.append(work)
+        return message, tensor
 
-    def _operation(self, message: TermMessage | Opening, memory: Tensor, tag: int = 0) -> dist.Work:
+    def _operation(self, message: TermMessage, tensor: Tensor) -> dist.Work:
         if message.source == self._rank:
-            return self._group.send([memory], message.destination, tag)
-        return self._group.recv([memory], message.source, tag)
-
-    def _arrived(self, ended: _TermUnderWay) -> tuple[TermMessage, Tensor]:
-        assert isinstance(ended.message, TermMessage), "openings are no values"
-        if ended.memory is not ended.tensor and ended.message.destination == self._rank:
-            ended.tensor.copy_(ended.memory, non_blocking=True)
-        return ended.message, ended.tensor
+            return self._group.send([tensor], message.destination, 0)
+        return self._group.recv([tensor], message.source, 0)
 
 
-class GlooCarrier(GroupCarrier):
-    """The messages of one sum over gloo, which end in any order. Those of GPUs cross by way of pinned memory.
+class HostCarrier:
+    """The messages of one sum from host to host, which end in any order. Those of GPUs cross by way of pinned memory.
 
     Args:
-        group: The replicas.
-        tag_of: The tag of messages with a replica; those of other tags never meet. gloo ends a process where sizes differ.
+        rank: The replica.
+        post: Begins messages.
         waits: What waits for them; None if the calling thread does, for the earliest.
     """
 
-    def __init__(self, group: dist.ProcessGroup, tag_of: Callable[[int], int], waits: Waits | None) -> None:
-        super().__init__(group)
-        self._tag_of = tag_of
+    def __init__(self, rank: int, post: Post, waits: Waits | None) -> None:
+        self._rank = rank
+        self._post = post
         self._waits = waits
-        self._openings = 0
-        self._value: _TermUnderWay | None = None
+        self._under_way: list[_TermUnderWay] = []
         self._ended: SimpleQueue[tuple[_TermUnderWay, Exception | None]] = SimpleQueue()
 
     @property
     def has_ended(self) -> bool:
         """See :attr:`.moves.Carrier.has_ended`."""
-        while self._value is None and not self._ended.empty():
-            self._take()
-        return self._value is not None
+        return not self._ended.empty()
 
     def begin(self, messages: Sequence[tuple[TermMessage, Tensor]]) -> None:
         """See :meth:`.moves.Carrier.begin`. The calling thread waits until the value of a GPU is on the host."""
@@ -131,51 +184,25 @@ class GlooCarrier(GroupCarrier):
                 memory = ReadLater(tensor).wait()
             else:
                 memory = torch.empty_like(tensor, device="cpu", pin_memory=True) if tensor.is_cuda else tensor
-            peer = message.destination if message.source == self._rank else message.source
-            self._add(_TermUnderWay(message, tensor, memory, self._operation(message, memory, self._tag_of(peer))))
-
-    def open(self, openings: Sequence[Opening]) -> None:
-        """Begin to say what this replica will do, and to hear what others will. They are compared before any later message."""
-        for opening in openings:
-            memory = opening.memory() if opening.source == self._rank else opening.place()
-            self._add(_TermUnderWay(opening, memory, memory, self._operation(opening, memory, OPENING_TAG)))
-            self._openings += 1
+            under_way = _TermUnderWay(message, tensor, memory, self._post(message, memory))
+            if self._waits is None:
+                self._under_way.append(under_way)
+            else:
+                self._waits.add(under_way, self._ended)
 
     def next(self) -> tuple[TermMessage, Tensor]:
-        """See :meth:`.moves.Carrier.next`.
-
-        Raises:
-            ControlError: Another replica does something else.
-        """
-        while self._value is None:
-            self._take()
-        ended, self._value = self._value, None
-        return self._arrived(ended)
-
-    def finish(self) -> None:
-        """Wait for what is left to hear, once no message is under way; raises as :meth:`next`."""
-        while self._openings:
-            self._take()
-
-    def _take(self) -> None:
-        """Wait for what ends next: a value is kept for :meth:`next`, and what another replica says is compared."""
+        """See :meth:`.moves.Carrier.next`."""
         ended = self._next()
-        if not isinstance(ended.message, Opening):
-            self._value = ended
-            return
-        self._openings -= 1
-        if ended.message.destination == self._rank:
-            ended.message.check(ended.memory)
-
-    def _add(self, under_way: _TermUnderWay) -> None:
-        if self._waits is None:
-            self._under_way.append(under_way)
-        else:
-            self._waits.add(under_way, self._ended)
+        if ended.memory is not ended.tensor and ended.message.destination == self._rank:
+            ended.tensor.copy_(ended.memory, non_blocking=True)
+        return ended.message, ended.tensor
 
     def _next(self) -> _TermUnderWay:
         if self._waits is None:
-            return self._earliest()
+            earliest = min(self._under_way, key=lambda one: one.message.round)
+            self._under_way.remove(earliest)
+            earliest.work.wait()
+            return earliest
         ended, error = self._ended.get()
         if error is not None:
             raise error
@@ -187,7 +214,7 @@ _Waiting = SimpleQueue[tuple[_TermUnderWay, _Told] | None]
 
 
 class Waits:
-    """Waits for operations of gloo, which tells their ends only to threads that wait. So each peer and direction has one.
+    """Waits for messages, whose ends are told only to threads that wait. So each peer and direction has one.
 
     The threads end with the last reference.
     """
@@ -211,7 +238,6 @@ def _wait_in_turn(waiting: _Waiting) -> None:
         under_way, told = each
         error: Exception | None = None
         try:
-            assert under_way.work is not None, "gloo gives a work for each operation"
             under_way.work.wait()
         except Exception as failed:
             error = failed

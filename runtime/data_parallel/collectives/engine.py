@@ -12,17 +12,18 @@ from torch import Tensor
 
 from adaptra.collectives.buckets import Bucket, TensorRange, bucket_bytes, make_buckets, make_owned_buckets
 from adaptra.collectives.rounds import Algorithm, TermMessage, chain, direct, to_owners
-from adaptra.runtime.data_parallel.collectives.carriers import GlooCarrier, GroupCarrier, Waits
+from adaptra.runtime.data_parallel.collectives.carriers import (
+    HostCarrier,
+    NcclCarrier,
+    Post,
+    TransportPosts,
+    Waits,
+    posts_over,
+)
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
 from adaptra.runtime.data_parallel.collectives.moves import Moves
-from adaptra.runtime.data_parallel.collectives.openings import (
-    SumName,
-    digest_of_tensors,
-    name_of,
-    openings,
-    rounds_between,
-)
 from adaptra.runtime.data_parallel.collectives.owned_chunks import OwnedChunks, real
+from adaptra.runtime.data_parallel.collectives.sum_names import SumName, digest_of_tensors, name_of, rounds_between
 from adaptra.runtime.data_parallel.collectives.terms import Terms
 from adaptra.runtime.devices.events import recorded
 from adaptra.runtime.devices.read_later import ReadLater
@@ -42,6 +43,7 @@ class GroupSum:
         limit: The most bytes of a bucket, or None for :func:`.buckets.bucket_bytes`.
         dtype: The least precise dtype of additions, or None for that of the tensors.
         ranks: The ranks as errors name them; None for their numbers in the group.
+        over: What carries the messages of numbered sums between hosts; None for the group.
 
     Attributes:
         tag: Of the messages of the next sums; with gloo, those of other tags never meet.
@@ -55,7 +57,9 @@ class GroupSum:
         limit: int | None = None,
         dtype: torch.dtype | None = None,
         ranks: Sequence[int] | None = None,
+        over: TransportPosts | None = None,
     ) -> None:
+        self._over = over
         self._group: Any = group  # torch's annotations lack some of its methods
         self._replicas, self._rank = group.size(), group.rank()
         self._algorithm = algorithm
@@ -99,12 +103,12 @@ class GroupSum:
                 the buckets before travel.
             mean: As of :meth:`combine`.
             owners: The rank that owns each tensor, the only one that gets its result. Other ranks' have any values then.
-            number: The number of the sum, the same on all ranks; over gloo they then find out if they don't add alike. None
-                where something else tells.
+            number: The number of the sum, the same on all ranks. Over a job's transport they find out if they don't add alike.
+                None where something else tells.
 
         Raises:
             RuntimeError: As :meth:`combine`, or what ``get`` raises.
-            ControlError: A neighbour adds other tensors, in other buckets or by other rounds; names both.
+            TransportError: Another rank adds other tensors, in other buckets or by other rounds; names both.
         """
         if self._replicas == 1:
             return
@@ -218,12 +222,11 @@ class GroupSum:
         terms = self._terms(tensors.of, like, buckets, mean)
         end = terms.end_own if owners else terms.end_bucket
         name: SumName | None = None
-        if number is not None and self._through_host:
-            how = f"{name_of(algorithm)} in buckets of {self._limit} bytes"
+        if number is not None:
             added_in = "" if self._dtype is None else f", in {str(self._dtype).removeprefix('torch.')} at least"
-            what = f"{len(like)} tensors of {sum(one.nbytes for one in like)} bytes"
-            text = f"{what} by {how}{added_in}, {'mean' if mean else 'sum'} {number}"
-            name = SumName(text, digest_of_tensors(like, owners))
+            what = f"{len(like)} tensors of {sum(one.nbytes for one in like)} bytes by {name_of(algorithm)}"
+            text = f"{what}, {'mean' if mean else 'sum'} {number}, in buckets of {self._limit} bytes{added_in}"
+            name = SumName(number, text, digest_of_tensors(like, owners))
         self._move(algorithm, terms, len(buckets), end, like[0] if like else None, name)
 
     def _terms(
@@ -253,22 +256,23 @@ class GroupSum:
         ]
         # With these, who waits for the earliest message has nothing else to do: each part needs the terms of all.
         waits = None if algorithm in (direct, chain, to_owners) else self._waits
-        parts = buckets * self._replicas
-
-        def rounds_with(peer: int) -> bytes:
-            return rounds_between(algorithm, self._replicas, parts, (self._rank, peer))
-
-        def tag_of(peer: int) -> int:
-            return self.tag if sum_name is None else sum_name.tag(rounds_with(peer))
-
-        carrier = GlooCarrier(self._group, lru_cache(tag_of), waits) if self._through_host else GroupCarrier(self._group)
-        if sum_name is not None and isinstance(carrier, GlooCarrier):
-            carrier.open(openings(sum_name, rounds_with, self._rank, self._names))
-        by_port = waits is not None
-        Moves(terms, messages, self._rank, end, in_rounds=not self._through_host, by_port=by_port).run(carrier)
-        carrier.finish()
-        if carrier.works and not self._through_host and like is not None and like.is_cuda:
+        moves = Moves(terms, messages, self._rank, end, in_rounds=not self._through_host, by_port=waits is not None)
+        if self._through_host:
+            moves.run(HostCarrier(self._rank, self._post_of(sum_name, algorithm, buckets * self._replicas), waits))
+            return
+        carrier = NcclCarrier(self._group)
+        moves.run(carrier)
+        if carrier.works and like is not None and like.is_cuda:
             self._unchecked.append((recorded(torch.cuda.current_stream(like.device)), carrier.works))
+
+    def _post_of(self, name: SumName | None, algorithm: Algorithm, parts: int) -> Post:
+        if name is None or self._over is None:
+            return posts_over(self._group, self.tag)
+
+        def code_with(peer: int) -> int:
+            return name.code(rounds_between(algorithm, self._replicas, parts, (self._rank, peer)))
+
+        return self._over.of(name.number, f"rank {self._names[self._rank]} adds {name.text}", code_with)
 
 
 class _Contiguous:

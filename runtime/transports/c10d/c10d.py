@@ -49,6 +49,7 @@ from adaptra.runtime.world.world import Attempt
 logger = logging.getLogger(__name__)
 
 CONTRACT: Final = Contract(send_waits_for_receiver=True, in_order=False)
+SUMS: Final = ChannelClass.SUMS
 _CLOSE_SECONDS: Final = 5.0
 
 
@@ -68,6 +69,7 @@ class _Posted(NamedTuple):
     buffer: MessageBuffer | None
     works: tuple[Work, ...] = ()
     asked_at: float = -math.inf
+    into: Tensor | None = None
 
 
 class C10dTransport(GuardedTransport):
@@ -113,34 +115,45 @@ class C10dTransport(GuardedTransport):
             posted_at = now()
         check_tensors(identity, tensors)
         pending = self._guard.post(destination_rank, identity, is_receive=False)
-        free = self._sent.setdefault(layout_of(identity.specs), [])
-        try:
-            buffer = free.pop()
-        except IndexError:
-            buffer = self._copies.allocate(identity.specs)
         channel = _ChannelEnd(destination_rank, identity.channel, False)
-        group = self._communicators.of(channel.channel)
+        # Parts of sums are in host memory, and are not written to before they are sent.
+        buffer = MessageBuffer(identity.specs, where=tensors[0]) if channel.channel is SUMS else self._buffer_of(identity)
 
         def post() -> _Posted:
             buffer.seal(identity, pending.attempt, posted_at)
-            first = group.send([buffer.first], destination_rank, FIRST_TAG)
-            rest = () if buffer.rest is None else (group.send([buffer.rest], destination_rank, buffer.tag),)
-            return _Posted(pending, buffer, (first, *rest))
+            parts = ((buffer.first, FIRST_TAG), *(() if buffer.rest is None else ((buffer.rest, buffer.tag),)))
+            works = tuple(self._communicators.send(memory, *channel[:2], tag) for memory, tag in parts)
+            return _Posted(pending, buffer, works)
 
-        self._copies.fill(buffer, tensors, lambda: self._start(channel, pending, post))
+        def start() -> None:
+            self._start(channel, pending, post)
+
+        if channel.channel is not SUMS:
+            self._copies.fill(buffer, tensors, start)
+            return pending
+        if buffer.is_own:
+            buffer.fill(tensors)
+        start()
         return pending
 
-    def receive(self, source_rank: int, identity: Identity) -> Pending:
+    def _buffer_of(self, identity: Identity) -> MessageBuffer:
+        free = self._sent.setdefault(layout_of(identity.specs), [])
+        try:
+            return free.pop()
+        except IndexError:
+            return self._copies.allocate(identity.specs)
+
+    def receive(self, source_rank: int, identity: Identity, into: Tensor | None = None) -> Pending:
         """See :meth:`Transport.receive`."""
         pending = self._guard.post(source_rank, identity, is_receive=True)
         channel = _ChannelEnd(source_rank, identity.channel, True)
         asked_at = now()
 
         def post() -> _Posted:
-            buffer = self._standing_on(channel).ask(identity)
-            if buffer is not None:
+            buffer = self._standing_on(channel).ask(identity, into)
+            if buffer is not None and into is None:
                 self._held[pending] = (channel, buffer)
-            return _Posted(pending, buffer, asked_at=asked_at)
+            return _Posted(pending, buffer, asked_at=asked_at, into=into)
 
         self._start(channel, pending, post)
         return pending
@@ -243,9 +256,8 @@ class C10dTransport(GuardedTransport):
 
     def _standing_on(self, channel: _ChannelEnd) -> PrepostedReceives:
         if channel not in self._standing:
-            group = self._communicators.of(channel.channel)
             self._standing[channel] = PrepostedReceives(
-                lambda memory, tag: group.recv([memory], channel.peer, tag), self._pool, channel.peer
+                lambda memory, tag: self._communicators.receive(memory, *channel[:2], tag), self._pool, channel.peer
             )
         return self._standing[channel]
 
@@ -277,7 +289,8 @@ class C10dTransport(GuardedTransport):
                 continue
             posted.pending.complete()
             assert posted.buffer is not None, "a sent message lies in one"
-            self._sent[layout_of(posted.pending.identity.specs)].append(posted.buffer)
+            if channel.channel is not SUMS:
+                self._sent[layout_of(posted.pending.identity.specs)].append(posted.buffer)
             self._guard.settle(posted.pending)
 
     def _await_message(self, channel: _ChannelEnd, posted: _Posted) -> None:
@@ -301,7 +314,8 @@ class C10dTransport(GuardedTransport):
                     return
                 if header is None or header.attempt == pending.attempt:
                     buffer, second = standing.take(pending.identity, posted.buffer)
-                    self._held[pending] = (channel, buffer)
+                    if posted.into is None:
+                        self._held[pending] = (channel, buffer)
                     break
                 dropped = standing.drop(header)
             self._guard.drop()
@@ -315,7 +329,10 @@ class C10dTransport(GuardedTransport):
         if second is not None:
             second.wait()
         arrived_at = now()
-        pending.complete(self._copies.tensors_of(pending, buffer), sent_at, arrived_at, asked_at=posted.asked_at)
+        if posted.into is not None and buffer.is_own:
+            posted.into.copy_(buffer.views[0])
+        tensors = self._copies.tensors_of(pending, buffer) if posted.into is None else (posted.into,)
+        pending.complete(tensors, sent_at, arrived_at, asked_at=posted.asked_at)
         self._guard.settle(pending)
 
     def _end_waits(self) -> None:

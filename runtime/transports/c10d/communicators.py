@@ -1,16 +1,17 @@
-"""The communicators of one rank's transport: one of gloo per class of channels."""
+"""The communicators of one rank's transport: one of gloo per class of channels. Sums use that of bulk, under other tags."""
 
 from __future__ import annotations
 
 import torch
-from torch import distributed
-from torch.distributed import ProcessGroup, Store
+from torch import Tensor, distributed
+from torch.distributed import Store, Work
 
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.control_store.spare_clients import give_back
 from adaptra.runtime.transports import clock_offset as clock
 from adaptra.runtime.transports.base import ChannelClass
 from adaptra.runtime.transports.c10d.preposted import FIRST_TAG
+from adaptra.runtime.transports.message_format import MOST_TAGS
 from adaptra.runtime.transports.process_groups import (
     Members,
     control_plane,
@@ -41,15 +42,19 @@ class Communicators:
         self._owns_default = members is None and initialise("gloo")
         self._members = (members or Members.of_job()).part("c10d")
         _, self.rank, self.size = self._members
-        self._groups = make_groups(self._members)
+        self._groups = make_groups(self._members, sorted({*map(_shared, ChannelClass)}))
 
     def control_plane(self) -> Store:
         """Return a new client of the ranks' control plane; all ranks call it."""
         return control_plane(self._members)
 
-    def of(self, channel: ChannelClass) -> ProcessGroup:
-        """Return the communicator of messages of a class."""
-        return self._groups[channel]
+    def send(self, memory: Tensor, destination: int, channel: ChannelClass, tag: int) -> Work:
+        """Begin to send a part of a message of a class."""
+        return self._groups[_shared(channel)].send([memory], destination, _tag_on(channel, tag))
+
+    def receive(self, memory: Tensor, source: int, channel: ChannelClass, tag: int) -> Work:
+        """Begin to receive a part of a message of a class."""
+        return self._groups[_shared(channel)].recv([memory], source, _tag_on(channel, tag))
 
     def end_waits(self) -> None:
         """End all waits, here and at the other ranks."""
@@ -81,13 +86,13 @@ class Communicators:
             is_initiator = lower == self.rank
             peer = lower + 1 if is_initiator else lower
             there, here = ChannelClass.FORWARD, ChannelClass.BACKWARD
-            out, back = (self.of(there), self.of(here)) if is_initiator else (self.of(here), self.of(there))
+            out, back = (there, here) if is_initiator else (here, there)
 
-            def send(value: float, out: ProcessGroup = out, peer: int = peer) -> None:
-                out.send([torch.full_like(cell, value)], peer, FIRST_TAG).wait()
+            def send(value: float, out: ChannelClass = out, peer: int = peer) -> None:
+                self.send(torch.full_like(cell, value), peer, out, FIRST_TAG).wait()
 
-            def receive(back: ProcessGroup = back, peer: int = peer) -> float:
-                back.recv([cell], peer, FIRST_TAG).wait()
+            def receive(back: ChannelClass = back, peer: int = peer) -> float:
+                self.receive(cell, peer, back, FIRST_TAG).wait()
                 return float(cell.item())
 
             if is_initiator:
@@ -95,3 +100,12 @@ class Communicators:
             else:
                 clock.answer(send, receive)
         return clock.share(under("clock", store), self.rank, self.size, to_next)
+
+
+def _shared(channel: ChannelClass) -> ChannelClass:
+    """Return the class whose communicator messages of a class use."""
+    return ChannelClass.BULK if channel is ChannelClass.SUMS else channel
+
+
+def _tag_on(channel: ChannelClass, tag: int) -> int:
+    return tag if channel is _shared(channel) else MOST_TAGS + tag

@@ -92,8 +92,12 @@ class PrepostedReceives:
         while tag is not None and self._posted[tag] - self._asked[tag] < count and self._pool.has_free(self._rank, like):
             self._post_second(tag, self._pool.take(self._rank, like))
 
-    def ask(self, identity: Identity) -> MessageBuffer | None:
+    def ask(self, identity: Identity, into: Tensor | None = None) -> MessageBuffer | None:
         """Post what is missing for one more message.
+
+        Args:
+            identity: The message.
+            into: As of :meth:`Transport.receive`. On its channel no message stands by.
 
         Returns:
             The buffer of a message of one part. That of one of two parts is known once it comes: see :meth:`take`.
@@ -103,7 +107,11 @@ class PrepostedReceives:
         """
         self._wanted = None
         tag = self._second_tag(identity.specs)
-        buffer = self._pool.take(self._rank, identity) if tag is None or self._posted[tag] == self._asked[tag] else None
+        buffer: MessageBuffer | None = None
+        if into is not None:
+            buffer = MessageBuffer(identity.specs, where=into)
+        elif tag is None or self._posted[tag] == self._asked[tag]:
+            buffer = self._pool.take(self._rank, identity)
         self._asked[FIRST_TAG] += 1
         if self._posted[FIRST_TAG] < self._asked[FIRST_TAG]:
             self._post_first()

@@ -41,6 +41,8 @@ from adaptra.runtime.world.world import Attempt
 CONTRACT: Final = Contract(send_waits_for_receiver=False, in_order=False)
 _CLOSE_SECONDS: Final = 5.0
 _LINGER_SECONDS: Final = 0.5
+_PASSING_SLOTS: Final = 2
+"""Slots for messages of one size to memory of the receiver's: one fills while another is copied."""
 
 
 class DelegateTransport(GuardedTransport):
@@ -67,6 +69,7 @@ class DelegateTransport(GuardedTransport):
         self._pool: Pool[Room | None] = Pool(self._make_room)
         self._lock = threading.Lock()
         self._sent: deque[EnginePending] = deque()
+        self._passing: set[tuple[int, int]] = set()  # source and bytes of messages to memory of the receiver's
         self._messages = EngineMessages(self._engine, self._make_message)
         self._refusals = RejectedConnections(self._engine, self.rank)
         self._is_closed = False
@@ -80,6 +83,7 @@ class DelegateTransport(GuardedTransport):
         self._sweep()
         pending = self._guard.post(destination_rank, identity, is_receive=False, make=EnginePending)
         pending.message = message = self._messages.free(identity.specs)
+        pending.peer = destination_rank
 
         def start(there_at: float) -> None:
             self._start(pending, destination_rank, message, there_at if posted_at is None else posted_at)
@@ -87,17 +91,23 @@ class DelegateTransport(GuardedTransport):
         self._fill(message, tensors, start)
         return pending
 
-    def receive(self, source_rank: int, identity: Identity) -> Pending:
+    def receive(self, source_rank: int, identity: Identity, into: Tensor | None = None) -> Pending:
         """See :meth:`Transport.receive`."""
         self._refusals.look(now())
         pending = self._guard.post(source_rank, identity, is_receive=True, make=self._arriving_by)
         with self._lock:
             if pending.attempt < self._guard.attempt:
                 return pending  # another thread has begun a later attempt, which fails this receive
-            pending.room = self._pool.take(source_rank, identity)
-            pending.source_rank = source_rank
+            size = HEADER_BYTES + flat_bytes(identity.specs)
+            if into is None:
+                pending.room = self._pool.take(source_rank, identity)
+            elif (source_rank, size) not in self._passing:
+                self._passing.add((source_rank, size))
+                self._engine.reserve(source_rank, size, _PASSING_SLOTS)
+            pending.peer = pending.source_rank = source_rank
+            pending.into = into
             self._guard.held.add(pending)
-            request = self._engine.receive(source_rank, identity.channel, HEADER_BYTES + flat_bytes(identity.specs))
+            request = self._engine.receive(source_rank, identity.channel, size)
         pending.begin(self.settle, request)
         self._expect(pending, source_rank)
         return pending
@@ -114,7 +124,8 @@ class DelegateTransport(GuardedTransport):
         source_rank, pending.source_rank = pending.source_rank, None
         assert source_rank is not None, "only a received message is released, and once"
         self._give_back(pending)
-        self._pool.give(source_rank, pending.identity, pending.room)
+        if pending.into is None:
+            self._pool.give(source_rank, pending.identity, pending.room)
 
     def reserve(self, counts: Mapping[tuple[int, MessageSpec], int]) -> None:
         """See :meth:`Transport.reserve`. Connects to the ranks that will send messages, if not connected yet."""
@@ -206,7 +217,7 @@ class DelegateTransport(GuardedTransport):
         identity = pending.identity
         source = pending.source_rank
         if (reason := request.error) is not None:
-            raise peer_lost(identity.destination if source is None else source, identity, reason)
+            raise peer_lost(pending.peer, identity, reason)
         if source is None:
             return (), 0.0
         if (other := request.other) is not None:
@@ -216,7 +227,13 @@ class DelegateTransport(GuardedTransport):
         assert memory is not None, "an arrived message lies somewhere"
         message = self._messages.at(memory, identity.specs)
         sent_at = message.rule.check(message.header, identity) - self.clock_offsets[source].ahead
-        return self._deliver(pending, message), sent_at
+        if pending.into is None:
+            return self._deliver(pending, message), sent_at
+        pending.into.copy_(message.views[0])
+        with self._lock:  # else the begin of a later attempt has released it
+            if pending.attempt == self._guard.attempt:
+                self._release(pending)
+        return (pending.into,), sent_at
 
     # The GPU transport overrides the following methods.
 

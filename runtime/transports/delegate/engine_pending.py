@@ -21,8 +21,12 @@ class EnginePending(Completion):
     def __init__(self, identity: Identity) -> None:
         super().__init__(identity)
         self.request: _C.Request | None = None
+        self.peer = -1
+        """The rank at the other end, once it is begun."""
         self.source_rank: int | None = None
         """The rank that sends the message, from the post of its receive until its release; None for a send."""
+        self.into: Tensor | None = None
+        """As of :meth:`Transport.receive`."""
         self._settle: Callable[[EnginePending], None] | None = None
         self.message: EngineMessage | None = None
         self.room: Room | None = None

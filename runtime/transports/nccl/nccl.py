@@ -116,8 +116,9 @@ class NcclTransport(GuardedTransport):
                 end.send(pending, tensors, posted_at)
         return pending
 
-    def receive(self, source_rank: int, identity: Identity) -> Pending:
+    def receive(self, source_rank: int, identity: Identity, into: Tensor | None = None) -> Pending:
         """See :meth:`Transport.receive`."""
+        assert into is None, "messages to host memory travel beside"
         pending = self._guard.post(source_rank, identity, is_receive=True)
         with self._lock:
             if pending.attempt == self._guard.attempt:

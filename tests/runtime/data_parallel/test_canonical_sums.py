@@ -35,11 +35,14 @@ from adaptra.collectives.buckets import (
 )
 from adaptra.collectives.rounds import ALGORITHMS, Algorithm, TermMessage, Value, direct
 from adaptra.graph.ops.random_state import RandomKey, reference_randomness
+from adaptra.runtime.data_parallel.collectives.carriers import TransportPosts
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
 from adaptra.runtime.data_parallel.collectives.moves import Moves
 from adaptra.runtime.data_parallel.collectives.terms import Terms
 from adaptra.runtime.transports.process_groups import Members, end_group, new_group
+from adaptra.runtime.transports.registry import create_transport
+from adaptra.runtime.world.world import WorkerId
 from adaptra.simulation.links import Link
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
@@ -236,36 +239,45 @@ def test_buckets_are_no_smaller_than_what_a_processor_handles_well() -> None:
 
 
 def sum_in_processes(rank: int) -> list[str]:
-    """Groups of 1 to 4 ranks, each with every algorithm."""
+    """Groups of 1 to 4 ranks, each with every algorithm, and over transports of all ranks."""
     dist.init_process_group("gloo")
     wrong: list[str] = []
+    transports = {name: create_transport(name) for name in ("c10d", "delegate")}
     shapes: list[tuple[int, ...]] = [(3,), (), (70, 50), (20_001,), (0,), (7, 2, 3)]
     dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.complex64]
     for replicas in (1, 2, 3, 4):
         # The second one begins the messages of a round together, as one of NCCL does.
         groups = [new_group(Members(f"{replicas} {one}", rank, replicas)) for one in range(2)] if rank < replicas else []
+        workers = [*map(WorkerId, range(replicas))]
         ways = [
-            (index, one, limit, dtype)
-            for index, limit in ((0, None), (0, 4096), (1, 4096))
+            (index, over, one, limit, dtype)
+            for index, over, limit in (
+                *((0, None, None), (0, None, 4096), (1, None, 4096)),
+                *((0, name, limit) for name in transports for limit in (None, 4096) if replicas > 1),
+            )
             for one in (*ALGORITHMS, *(LATE if limit else ()))
             for dtype in (None, torch.float32)
         ]
-        for index, name, limit, dtype in ways if rank < replicas else []:
+        for way, (index, over, name, limit, dtype) in enumerate(ways if rank < replicas else []):
             algorithm = ALGORITHMS.get(name) or with_late_rank(name, 1)
-            total = GroupSum(groups[index], algorithm=algorithm, limit=limit, dtype=dtype)
+            posts = None if over is None else TransportPosts(transports[over], workers, 0)
+            total = GroupSum(groups[index], algorithm=algorithm, limit=limit, dtype=dtype, over=posts)
             total._through_host = index == 0
             for seed in range(2):  # the second one uses memory again
                 mine = terms_of(rank, seed, shapes, dtypes)
-                total.combine(mine, mean=True)
+                total.combine_late(mine, mine.__getitem__, mean=True, number=None if over is None else 2 * way + seed)
                 expected = left_fold([terms_of(one, seed, shapes, dtypes) for one in range(replicas)], True, dtype)
                 wrong += [
-                    f"{replicas} replicas, {name}, {limit}, {dtype}: tensor {index}"
+                    f"{replicas} replicas, {over}, {name}, {limit}, {dtype}: tensor {index}"
                     for index, (one, other) in enumerate(zip(mine, expected, strict=True))
                     if not same_bits(one, other)
                 ]
         for group in groups:
             end_group(group)
         dist.barrier()
+    for transport in transports.values():
+        transport.close()
+    dist.barrier()
     dist.destroy_process_group()
     return wrong
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import adaptra
 from adaptra.program import Kind
@@ -189,9 +189,9 @@ class Noting(LocalTransport):
         self.sent.append((identity.channel, identity.purpose))
         return super().send(destination_rank, identity, *rest, **named)
 
-    def receive(self, source_rank: int, identity: Identity) -> Pending:
+    def receive(self, source_rank: int, identity: Identity, into: Tensor | None = None) -> Pending:
         self.posted.append((identity.channel, identity.purpose))
-        return super().receive(source_rank, identity)
+        return super().receive(source_rank, identity, into)
 
 
 @pytest.mark.parametrize(("owner", "order"), [(0, (1, 0)), (1, (0, 1))])

@@ -175,7 +175,7 @@ def test_a_greeting_to_another_rank_gets_no_challenge(pair: Pair, greeting: byte
     assert refusals(pair)[STRANGER][0].endswith(": this is rank 0")
 
 
-@pytest.mark.parametrize("channel", [3, 255])
+@pytest.mark.parametrize("channel", [4, 255])
 def test_a_class_that_there_is_not_gets_no_challenge(pair: Pair, channel: int) -> None:
     with call(pair) as connection:
         connection.sendall(hello(channel=channel))

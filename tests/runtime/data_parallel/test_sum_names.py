@@ -18,15 +18,21 @@ from training import compiled
 
 from adaptra.collectives.algorithms import sum_messages
 from adaptra.collectives.rounds import Algorithm, TermMessage, chain, direct
-from adaptra.errors import AdaptraError, ControlError
+from adaptra.errors import AdaptraError, TransportError
+from adaptra.runtime.data_parallel.collectives.carriers import TransportPosts
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
-from adaptra.runtime.data_parallel.collectives.openings import name_of
-from adaptra.runtime.transports.process_groups import Members, end_waits, new_group
+from adaptra.runtime.data_parallel.collectives.sum_names import name_of
+from adaptra.runtime.transports.base import Transport
+from adaptra.runtime.transports.process_groups import Members, new_group
+from adaptra.runtime.transports.registry import create_transport
 from adaptra.runtime.worker.step import step_end
+from adaptra.runtime.world.world import WorkerId
 
 RANKS = 3
-OTHER_SUM = "rank … adds …; rank …: …: expected the same on all replicas of a stage"
+OTHER_SUM = "rank … adds …; rank … adds …: expected the same on all replicas of a stage"
 SECONDS = 5.0
+SILENCE = 10.0
+"""After which a delegate gives up a rank that has closed its transport before a channel was open. A job's membership tells."""
 LINEAR = Example("linear", lambda: nn.Linear(8, 8), vectors(8), square_loss)
 
 
@@ -39,6 +45,10 @@ def without_name(late: int) -> Algorithm:
         return with_late(late, replicas, parts, rank)
 
     return algorithm
+
+
+def over_all(transport: Transport) -> TransportPosts:
+    return TransportPosts(transport, [*map(WorkerId, range(RANKS))], 0)
 
 
 USUAL: dict[str, Any] = {"algorithm": direct, "limit": 4096, "dtype": None, "sizes": [3000, 5], "mean": True, "number": 7}
@@ -55,14 +65,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def differ(rank: int) -> list[tuple[str, str, float]]:
+def differ(rank: int, over: str) -> list[tuple[str, str, float]]:
     """How a sum ends, by case: class and text of the error, and seconds. Rank 1 differs from the others."""
     dist.init_process_group("gloo")
     ends: list[tuple[str, str, float]] = []
     for name, (usual, other) in CASES.items():
         how = {**USUAL, **usual, **(other if rank == 1 else {})}
         group = new_group(Members(name, rank, RANKS))
-        total = GroupSum(group, algorithm=how["algorithm"], limit=how["limit"], dtype=how["dtype"], ranks=[10, 11, 12])
+        transport = create_transport(over)
+        how_added = {one: how[one] for one in ("algorithm", "limit", "dtype")}
+        total = GroupSum(group, **how_added, ranks=[10, 11, 12], over=over_all(transport))
         terms = [torch.ones(size) for size in how["sizes"]]
         dist.barrier()
         began = time.monotonic()
@@ -70,7 +82,7 @@ def differ(rank: int) -> list[tuple[str, str, float]]:
             total.combine_late(terms, terms.__getitem__, mean=how["mean"], number=how["number"])
             ends.append(("", "a sum", time.monotonic() - began))
         except RuntimeError as error:
-            end_waits(group)
+            transport.abort(error)
             ends.append((type(error).__name__, str(error), time.monotonic() - began))
         dist.barrier()
     return ends
@@ -79,17 +91,17 @@ def differ(rank: int) -> list[tuple[str, str, float]]:
 def fail_before_a_sum(rank: int) -> str:
     """How a sum ends that rank 1 never begins, which ends the waits of all instead, as a rank does that fails."""
     dist.init_process_group("gloo")
-    group, terms = new_group(Members("fails before", rank, RANKS)), [torch.ones(100)]
-    total = GroupSum(group)
-    total.combine(terms, mean=True)  # connected
+    group, terms, transport = new_group(Members("fails before", rank, RANKS)), [torch.ones(9000)], create_transport("c10d")
+    total = GroupSum(group, over=over_all(transport))
+    total.combine_late(terms, terms.__getitem__, mean=True, number=1)  # connected
     dist.barrier()
     if rank == 1:
-        time.sleep(0.3)  # what rank 0 says has come
-        end_waits(group)
+        time.sleep(0.3)  # what rank 0 sends has come
+        transport.abort(TransportError("rank 1 fails"))
         time.sleep(0.3)  # gloo ends a process of which it reads what it doesn't expect
         return "it ended the waits"
     try:
-        total.combine_late(terms, terms.__getitem__, mean=True, number=1)
+        total.combine_late(terms, terms.__getitem__, mean=True, number=2)
     except RuntimeError:
         return "no sum"
     return "a sum"
@@ -101,16 +113,17 @@ def test_what_nobody_hears_ends_no_process() -> None:
 
 
 @pytest.mark.processes
-def test_replicas_that_add_otherwise_are_named_and_none_has_a_sum() -> None:
-    told = run_processes(differ, RANKS)
+@pytest.mark.parametrize(("over", "seconds"), [("c10d", SECONDS), ("delegate", SECONDS + SILENCE)])
+def test_replicas_that_add_otherwise_are_named_and_none_has_a_sum(over: str, seconds: float) -> None:
+    told = run_processes(differ, RANKS, over)
     for number, case in enumerate(CASES):
         ends = [one[number] for one in told]
-        assert all(kind and seconds < SECONDS for kind, _, seconds in ends), f"{case}: {ends}"
-        named = [text for kind, text, _ in ends if kind == ControlError.__name__]
+        assert all(kind and took < seconds for kind, _, took in ends), f"{case}: {ends}"
+        named = [text for kind, text, _ in ends if kind == TransportError.__name__]
         assert named, f"{case}: {ends}"
         for text in named:
-            check_documented(ControlError.__name__, text, OTHER_SUM)
-            assert "rank 11" in text, case
+            check_documented(TransportError.__name__, text, OTHER_SUM)
+            assert "rank 11 adds" in text, case
 
 
 def train(rank: int) -> tuple[str, str, float]:
@@ -133,7 +146,7 @@ def train(rank: int) -> tuple[str, str, float]:
 @pytest.mark.processes
 def test_a_step_with_such_a_sum_fails_on_all_ranks() -> None:
     told = run_processes(train, RANKS)
-    assert {kind for kind, *_ in told} == {"PeerLostError", "ControlError"}
+    assert {kind for kind, *_ in told} == {"PeerLostError", "TransportError"}
     for _, text, seconds in told:
         # Rank 1 and the one after it find out, and the first of them tells all.
         assert "rank 1" in text and "2 tensors of 288 bytes by chain" in text and "2 tensors of 288 bytes by direct" in text
