@@ -24,6 +24,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from adaptra.errors import PeerLostError
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program.placement import Edge
 from adaptra.runtime.measuring.monitor import Monitor
@@ -117,7 +118,7 @@ class RateProbes:
             latencies: The flights of this step's few bytes by the stage that sent them, seconds.
 
         Raises:
-            TransportError: One could not be exchanged.
+            TransportError: Another message came.
         """
         for stage, edge in self._arriving.items():
             if not edge.pending:
@@ -126,12 +127,15 @@ class RateProbes:
                 edge.latency = latencies[stage]
             if not all(one.done for one in edge.pending):
                 continue
-            for one in edge.pending:
-                one.wait()
-                self._transport.release(one)
             first, second = edge.pending
-            occupancy = second.arrived_at - first.arrived_at
             edge.pending = ()
+            try:
+                for one in (first, second):
+                    one.wait()
+                    self._transport.release(one)
+            except PeerLostError:
+                continue  # the other end may be done with the job; who needs it finds out
+            occupancy = second.arrived_at - first.arrived_at
             self._monitor.rate_probe(stage, self._rank, edge.latency, occupancy)
             if edge.usual is None:
                 edge.usual = occupancy

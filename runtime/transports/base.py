@@ -194,6 +194,11 @@ class Identity:
         return all(spec.stays_on_host for spec in self.specs)
 
     @property
+    def may_be_lost(self) -> bool:
+        """Whether the message may be lost with its other end, since nobody waits for it. That end may be done with the job."""
+        return self.purpose is Purpose.RATE_PROBE
+
+    @property
     def op(self) -> str:
         """The op that sends the message, such as ``1SEND_F3``, or the message's purpose if no op does."""
         return name_of(self.purpose, self.source, self.microbatch, self.replica, self.span)

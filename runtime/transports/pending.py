@@ -160,6 +160,13 @@ class PendingOperations:
         with self._lock:
             self._pending.pop(pending, None)
 
+    def fail(self, pending: Completion, error: Exception) -> None:
+        """Fail an operation, and with it all others, now and later. A message that may be lost with its peer is lost alone."""
+        if not (pending.identity.may_be_lost and isinstance(error, PeerLostError)):
+            self.end(error)
+        pending.fail(error)
+        self.settle(pending)
+
     def waiting_for(self, rank: int) -> Identity | None:
         """Return the oldest receive that waits for ``rank``, or None."""
         with self._lock:

@@ -4,6 +4,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from adaptra.errors import TransportError
+from adaptra.errors import PeerLostError, TransportError
 from adaptra.graph.ops.specs import TensorSpec
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.step_messages.probes import Probes
@@ -340,6 +341,26 @@ def pool_is_bounded(transport: Transport) -> None:
         transport.store.set("bounded", "")
 
 
+def loses_a_rate_probe_alone(transport: Transport) -> None:
+    """A rank that is done with the job may close its transport before the other end sends what it has asked for."""
+    probe, later = replace(bulk(0), purpose=Purpose.RATE_PROBE), forward(1, 0, 2)
+    if transport.rank == 0:
+        transport.send(1, bulk(3), make(bulk(3))).wait(100)  # connected
+        transport.store.wait(["closes"])
+        time.sleep(0.5)
+        with suppress(PeerLostError):
+            transport.send(1, probe, make(probe)).wait(100)
+        transport.send(2, later, make(later)).wait(100)
+    elif transport.rank == 1:
+        transport.reserve({(0, LARGE): 1})
+        transport.receive(0, bulk(3)).wait(100)
+        transport.store.set("closes", "")
+        transport.close()
+    else:
+        transport.reserve({(0, SMALL): 1})
+        assert same(transport.receive(0, later).wait(100), make(later))
+
+
 def abort_ends_every_wait(transport: Transport) -> None:
     """An abort ends a wait that is under way, once, and everything after it raises the same error."""
     if transport.rank != 1:
@@ -470,6 +491,7 @@ ALL = (
     tells_how_long_a_send_waited_for_its_receive,
     counts_no_wait_of_a_probe_for_its_receiver,
     pool_is_bounded,
+    loses_a_rate_probe_alone,
     abort_ends_every_wait,
     refuses_misuse,
 )

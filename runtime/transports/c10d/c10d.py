@@ -246,8 +246,9 @@ class C10dTransport(GuardedTransport):
                     self._open(channel)
                 self._channels[channel].posted.put(post())
         except RuntimeError as error:
-            self._end(pending, peer_lost(channel.peer, pending.identity, str(error)))
-            pending.wait()
+            self._guard.fail(pending, peer_lost(channel.peer, pending.identity, str(error)))
+            if not pending.identity.may_be_lost:
+                pending.wait()
 
     def _stand(self, channel: _ChannelEnd, change: Callable[[PrepostedReceives], None]) -> None:
         # A lost peer is reported when a message of it is wanted.
@@ -281,11 +282,12 @@ class C10dTransport(GuardedTransport):
                 for work in posted.works:
                     work.wait()
             except TransportError as error:
-                # Later messages would not match their receives either.
-                self._end(posted.pending, error)
+                # Later messages would not match their receives either. The connections stay open: this rank is about to report
+                # the cause, and a peer whose connection closed would blame this rank.
+                self._guard.fail(posted.pending, error)
                 continue
             except RuntimeError as error:
-                self._end(posted.pending, peer_lost(channel.peer, posted.pending.identity, str(error)))
+                self._guard.fail(posted.pending, peer_lost(channel.peer, posted.pending.identity, str(error)))
                 continue
             posted.pending.complete()
             assert posted.buffer is not None, "a sent message lies in one"
@@ -340,11 +342,3 @@ class C10dTransport(GuardedTransport):
             has_ended, self._waits_ended = self._waits_ended, True
         if not has_ended:
             self._communicators.end_waits()
-
-    def _end(self, pending: Completion, error: Exception) -> None:
-        """Fail an operation and all others. The connections stay open: this rank is about to report the cause, and a peer whose
-        connection closed would blame this rank.
-        """
-        self._guard.end(error)
-        pending.fail(error)
-        self._guard.settle(pending)

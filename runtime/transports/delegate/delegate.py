@@ -207,11 +207,10 @@ class DelegateTransport(GuardedTransport):
         except TransportError as error:
             # Later messages would not match their receives either. The connections stay open: this rank is about to report the
             # cause, and a peer whose connection closed would report less.
-            self._guard.end(error)
-            pending.fail(error)
+            self._guard.fail(pending, error)
         else:
             pending.complete(tensors, sent_at, request.moment)
-        self._guard.settle(pending)
+            self._guard.settle(pending)
 
     def _taken(self, pending: EnginePending, request: _C.Request) -> tuple[tuple[Tensor, ...], float]:
         identity = pending.identity
