@@ -24,7 +24,7 @@ class Linked(Protocol):
 
     links: list[Link]
 
-    def statistics(self) -> list[tuple[int, int, bool, bool, dict[str, int]]]: ...
+    def statistics(self) -> list[tuple[int, int, int, bool, dict[str, int]]]: ...
 
 
 HOSTS = ("127.0.0.2", "127.0.0.3")

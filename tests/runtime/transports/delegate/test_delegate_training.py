@@ -12,11 +12,15 @@ from delegate_model import MICROBATCHES, ROWS, example, sum_over_ranks
 from linked_hosts import LinkedHosts
 from processes import run_processes
 
+import adaptra
+from adaptra.runtime.transports.base import ChannelClass
+
 Trained = tuple[list[str], dict[str, int], list[tuple[Any, ...]], int]
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone]
 
 FAILURES, MOST_STEPS = 200, 2000
+FORWARD, BACKWARD, SUMS = ChannelClass.FORWARD, ChannelClass.BACKWARD, ChannelClass.SUMS
 
 
 def train_on_a_host(rank: int, folder: str) -> Trained:
@@ -43,15 +47,16 @@ def train_while_links_fail(
     linked_delegate.find_in(folder)
     dist.init_process_group("gloo")
     model = example(stages)
-    batches = [model.rows(ROWS, seed) for seed in range(8)]
+    batches = [model.rows(ROWS, seed + 8 * (rank // stages)) for seed in range(8)]
     given: dict[str, Any] = {
         "stages": stages,
         "microbatches": MICROBATCHES,
         "split": [str(stage) for stage in range(1, stages)],
+        "options": adaptra.Options(share=False),
     }
     with compiled(model, batches[0], transport="linked", **given) as pipe:
         assert pipe._session is not None
-        transport: Any = pipe._session.workers[0]._context.transport
+        transport: Any = pipe._session.workers[0]._context.job
         before = by_channel(transport)
         disturber = make_disturber(transport)
         optimizer, found, made = adam(pipe.parameters()), [], 0
@@ -76,8 +81,8 @@ def train_while_links_fail(
     return differences(found, expected), disturber.counts, counted, len(found)
 
 
-def by_channel(transport: linked_delegate.Linked) -> dict[tuple[int, int, bool, bool], dict[str, int]]:
-    return {(at, to, backward, sends): counters for at, to, backward, sends, counters in transport.statistics()}
+def by_channel(transport: linked_delegate.Linked) -> dict[tuple[int, int, int, bool], dict[str, int]]:
+    return {(at, to, channel, sends): counters for at, to, channel, sends, counters in transport.statistics()}
 
 
 def settle(transport: linked_delegate.Linked) -> None:
@@ -91,7 +96,16 @@ def settle(transport: linked_delegate.Linked) -> None:
 @pytest.mark.parametrize("stages", [2, 4])
 def test_two_hundred_failures_change_no_bit_and_lose_or_repeat_no_message(tmp_path: Path, stages: int) -> None:
     linked_delegate.install(tmp_path)
-    check(run_processes(train_while_links_fail, stages, stages, str(tmp_path), linked_delegate.Disturber, timeout=170))
+    results = run_processes(train_while_links_fail, stages, stages, str(tmp_path), linked_delegate.Disturber, timeout=170)
+    check(results, messages_of(stages, results[0][-1]))
+
+
+def test_two_hundred_failures_change_no_bit_of_a_sum_over_replicas(tmp_path: Path) -> None:
+    linked_delegate.install(tmp_path)
+    results = run_processes(train_while_links_fail, 2, 1, str(tmp_path), linked_delegate.Disturber, timeout=170)
+    steps = results[0][-1]
+    # A term and a result each way, of the only bucket.
+    check(results, dict.fromkeys(((0, 1, SUMS), (1, 0, SUMS)), 2 * steps))
 
 
 @pytest.mark.root
@@ -100,28 +114,34 @@ def test_two_hundred_failures_between_hosts_change_no_bit_and_lose_or_repeat_no_
 ) -> None:
     linked_delegate.install(tmp_path)
     with linked_hosts(2, "all delay=500us", rails=3) as hosts:
-        check(hosts.call(train_on_a_host, str(tmp_path), timeout=170))
+        results = hosts.call(train_on_a_host, str(tmp_path), timeout=170)
+        check(results, messages_of(2, results[0][-1]))
 
 
-def check(results: list[Any]) -> None:
-    stages = len(results)
-    assert [found for found, *_ in results] == [[]] * stages
+def messages_of(stages: int, steps: int) -> dict[tuple[int, int, int], int]:
+    """How many messages the ranks of a pipeline send, by channel."""
+    expected: dict[tuple[int, int, int], int] = dict.fromkeys(
+        ((stage, stage + 1, FORWARD) for stage in range(stages - 1)), steps * MICROBATCHES
+    )
+    expected |= dict.fromkeys(((stage + 1, stage, BACKWARD) for stage in range(stages - 1)), steps * MICROBATCHES)
+    # The last stage tells the losses of each step, and neighbours probe each other's edge.
+    expected |= dict.fromkeys(((stages - 1, stage, FORWARD) for stage in range(stages - 1)), steps)
+    for stage in range(stages - 1):
+        for probe in ((stage, stage + 1, BACKWARD), (stage + 1, stage, FORWARD)):
+            expected[probe] = expected.get(probe, 0) + steps
+    return expected
+
+
+def check(results: list[Any], expected: dict[tuple[int, int, int], int]) -> None:
+    assert [found for found, *_ in results] == [[]] * len(results)
     made = {kind: sum(counts.get(kind, 0) for _, counts, _, _ in results) for kind in linked_delegate.KINDS}
     assert sum(made.values()) >= FAILURES and min(made.values()) >= 10, made
-    steps = results[0][-1]
     sent, received = ({}, {})
     for _, _, counted, _ in results:
         for *channel, is_sender, counters in counted:
             (sent if is_sender else received)[tuple(channel)] = counters
     assert sum(counters["path_failures"] for counters in sent.values()) >= FAILURES
     assert sum(counters["corrupted"] for counters in received.values()) > 0
-    expected = dict.fromkeys(((stage, stage + 1, False) for stage in range(stages - 1)), steps * MICROBATCHES)
-    expected |= dict.fromkeys(((stage + 1, stage, True) for stage in range(stages - 1)), steps * MICROBATCHES)
-    # The last stage tells the losses of each step, and neighbours probe each other's edge.
-    expected |= dict.fromkeys(((stages - 1, stage, False) for stage in range(stages - 1)), steps)
-    for stage in range(stages - 1):
-        for probe in ((stage, stage + 1, True), (stage + 1, stage, False)):
-            expected[probe] = expected.get(probe, 0) + steps
     for name in ("posted", "acknowledged"):
         assert {channel: counters[name] for channel, counters in sent.items() if counters[name]} == expected
     assert {channel: got["acknowledged"] for channel, got in received.items() if got["acknowledged"]} == expected
