@@ -30,8 +30,9 @@ def measure(
     assert group is not None, "the ranks have joined"
     size, limit = sizes
     values = torch.randn(size // 4)
-    without = tuple(sorted({*late, *narrow}))
-    sums = [GroupSum(group, algorithm=algorithm_of(name, without if name in LATE else ()), limit=limit) for name in algorithms]
+    without, in_time = tuple(sorted({*late, *narrow})), tuple(sorted({*narrow} - {*late}))
+    ranks = without, in_time
+    sums = [GroupSum(group, algorithm=algorithm_of(name, *(ranks if name in LATE else ())), limit=limit) for name in algorithms]
     works: list[Callable[[], object]] = [lambda one=one: one.combine([values], mean=False) for one in sums]
     works.append(lambda: dist.all_reduce(values, group=group))
     seconds = [math.inf] * len(works)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import Final
 
 from adaptra.collectives.merge import merge, swap
@@ -35,15 +34,50 @@ def sum_schedule(name: str, ranks: int, parts: int, late: tuple[int, ...] = ()) 
     return replace(empty, messages=tuple(sum_messages(name, ranks, parts, late)))
 
 
-def algorithm_of(name: str, late: tuple[int, ...] = ()) -> Algorithm:
-    """Return an algorithm as the engine takes it; arguments are those of :func:`sum_messages`."""
-    # Not a closure: replicas that add in other ways name their algorithms with the late ranks, see `openings.name_of`.
-    return ALGORITHMS[name] if name in ALGORITHMS and not late else partial(messages_with, name, late)
+@dataclass(frozen=True, slots=True)
+class AlgorithmWithout:
+    """An algorithm for given ranks that own nothing, as the engine takes it.
+
+    Replicas that add in other ways name it, see :func:`adaptra.runtime.data_parallel.collectives.openings.name_of`.
+
+    Attributes:
+        name: A name in :data:`LATE`.
+        late: The ranks that own nothing.
+        narrow: Those of them that are there in time: only their ports are narrow.
+    """
+
+    name: str
+    late: tuple[int, ...]
+    narrow: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name}, {own_nothing(self.late, self.narrow)}"
+
+    def __call__(self, ranks: int, parts: int, _rank: int | None) -> Iterator[TermMessage]:
+        """Return the messages, of all ranks."""
+        return sum_messages(self.name, ranks, parts, self.late)
+
+    def keeps_round(self, message: TermMessage) -> bool:
+        """Return whether a message begins only behind all that its source sends in earlier rounds, whoever gets those.
+
+        Behind a late rank each port has as much to do as the others, and what shares a port comes later than in its round. A
+        narrow port has more to do. Who waits for it in one lane leaves the other ports idle. Until a late rank comes,
+        owners only send their own terms, and no port is short of time.
+        """
+        value = message.value
+        is_owned_term = value.end == value.first + 1 and message.source not in self.late
+        return self.late != self.narrow and not is_owned_term
 
 
-def messages_with(name: str, late: tuple[int, ...], ranks: int, parts: int, _rank: int | None) -> Iterator[TermMessage]:
-    """Return the messages of an algorithm, for whichever rank; arguments are those of :func:`sum_messages`."""
-    return sum_messages(name, ranks, parts, late)
+def algorithm_of(name: str, late: tuple[int, ...] = (), narrow: tuple[int, ...] = ()) -> Algorithm:
+    """Return an algorithm as the engine takes it; arguments are those of :func:`sum_messages` and :class:`AlgorithmWithout`."""
+    return ALGORITHMS[name] if name in ALGORITHMS and not late else AlgorithmWithout(name, late, narrow)
+
+
+def own_nothing(late: tuple[int, ...], narrow: tuple[int, ...]) -> str:
+    """Return what is said of ranks that own nothing, such as ``1+2 own nothing, 2 for a narrow port``."""
+    because = f", {'+'.join(map(str, narrow))} for a narrow port" if narrow else ""
+    return f"{'+'.join(map(str, late))} own nothing{because}"
 
 
 def sum_messages(name: str, ranks: int, parts: int, late: tuple[int, ...] = ()) -> Iterator[TermMessage]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
 
-from adaptra.collectives.algorithms import sum_messages
-from adaptra.collectives.ports import Ports, WaterLevel, seconds_of, water_level
+from adaptra.collectives.algorithms import own_nothing, sum_messages
+from adaptra.collectives.ports import Flight, Ports, WaterLevel, flights, lane_flights, water_level
 from adaptra.collectives.rounds import TermMessage
 from adaptra.equations.equation import Equation
 from adaptra.equations.sums import sum_equations
@@ -33,15 +33,25 @@ class SumWay:
         algorithm: direct, chain, streamed, merge or swap; see :class:`adaptra.equations.sums.SumEquations`.
         late: The ranks that own nothing, because they are late or their ports are narrow.
         parts: The number of parts.
+        narrow: Those of the late ranks that are there in time: only their ports are narrow.
     """
 
     algorithm: str
     late: tuple[int, ...]
     parts: int
+    narrow: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        late = f", {'+'.join(map(str, self.late))} own nothing" if self.late else ""
+        late = f", {own_nothing(self.late, self.narrow)}" if self.late else ""
         return f"{self.algorithm} in {self.parts} parts{late}"
+
+    @property
+    def has_lanes(self) -> bool:
+        """Whether messages to a rank don't wait for those to another; else rounds are kept.
+
+        ``direct`` and ``chain`` take as long either way.
+        """
+        return bool(self.late) and self.late == self.narrow
 
     def messages(self, ranks: int) -> Iterable[TermMessage]:
         """Return the messages, by round."""
@@ -87,6 +97,7 @@ class SumPrice:
         return {
             "algorithm": self.way.algorithm,
             "late": [*self.way.late],
+            "narrow": [*self.way.narrow],
             "parts": self.way.parts,
             "rounds": self.rounds,
             "expected": self.expected,
@@ -176,12 +187,25 @@ class SumCase:
             case "chain":
                 parts = max(2.0, model.chain_parts.evaluate(ranks, *link))
             case "streamed":
-                parts = model.streamed_parts.evaluate(ranks, len(late), *link) * (ranks - len(late))
+                each = model.streamed_parts.evaluate(
+                    ranks, len(late), self.nbytes, self.ports.latency, self._owners_per_byte(late)
+                )
+                parts = each * (ranks - len(late))
             case "merge" | "swap":
                 parts = model.merge_parts.evaluate(self._spread(algorithm), *link)
             case _:
                 parts = ranks
-        return SumWay(algorithm, late, 1).with_parts(parts, ranks)
+        return SumWay(algorithm, late, 1, self._narrow(late)).with_parts(parts, ranks)
+
+    def _narrow(self, late: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the ranks that own nothing only because of their ports: they are there as soon as all owners."""
+        ports, begin = self.ports, self._begin(late)
+        return tuple(one for one in late if ports.arrivals[one] <= begin and ports.per_byte[one] > min(ports.per_byte))
+
+    def _owners_per_byte(self, late: tuple[int, ...]) -> float:
+        """Return what a byte takes through the narrowest port of an owner, if only narrow ports are left out, else of all."""
+        left_out = late if self._narrow(late) == late else ()
+        return max(one for rank, one in enumerate(self.ports.per_byte) if rank not in left_out)
 
     def _spread(self, algorithm: str) -> int:
         return self._doublings - (algorithm == "swap")
@@ -189,10 +213,15 @@ class SumCase:
     def applied(self, way: SumWay) -> Applied:
         """Return the equation of a way with its numbers: seconds from when all owners are there."""
         model, ranks, owners, link = sum_equations(), self.ports.ranks, self.ports.ranks - len(way.late), self._link
-        delay = max(self.ports.arrivals) - self._begin(way)
+        delay = max(self.ports.arrivals) - self._begin(way.late)
         match way.algorithm:
             case "chain":
                 return Applied(model.chain, (delay, ranks, way.parts, *link))
+            case "streamed" | "merge" | "swap" if way.has_lanes:
+                rates = self._owners_per_byte(way.late), max(self.ports.per_byte[one] for one in way.late)
+                return Applied(
+                    model.narrow, (ranks, len(way.late), way.parts / owners, self.nbytes, self.ports.latency, *rates)
+                )
             case "streamed":
                 return Applied(model.streamed, (delay, ranks, len(way.late), way.parts / owners, *link))
             case "merge" | "swap":
@@ -200,18 +229,24 @@ class SumCase:
             case _:
                 return Applied(model.direct, (delay, ranks, *link))
 
-    def _begin(self, way: SumWay) -> float:
-        return max(arrival for rank, arrival in enumerate(self.ports.arrivals) if rank not in way.late)
+    def _begin(self, late: tuple[int, ...]) -> float:
+        return max(arrival for rank, arrival in enumerate(self.ports.arrivals) if rank not in late)
 
     def expected(self, way: SumWay) -> float:
         """Return when the last rank has the sum by the equations."""
-        return self._begin(way) + self.applied(way).result
+        return self._begin(way.late) + self.applied(way).result
 
     def price(self, way: SumWay) -> SumPrice:
         """Return what a way takes, as its rounds play and as the equation says."""
-        messages = [*way.messages(self.ports.ranks)]
-        seconds = seconds_of(messages, self.nbytes / way.parts, self.ports)
-        return SumPrice(way, 1 + messages[-1].round, self.expected(way), seconds)
+        last_round, seconds = 0, 0.0
+        for flight in self.flights(way):
+            last_round, seconds = max(last_round, flight.message.round), max(seconds, flight.end)
+        return SumPrice(way, 1 + last_round, self.expected(way), seconds)
+
+    def flights(self, way: SumWay) -> Iterator[Flight]:
+        """Yield the messages of a way with their times, as the engine sends them."""
+        play = lane_flights if way.has_lanes else flights
+        return play(way.messages(self.ports.ranks), self.nbytes / way.parts, self.ports)
 
     @cached_property
     def prices(self) -> list[SumPrice]:

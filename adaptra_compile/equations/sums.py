@@ -18,7 +18,7 @@ SUM_SYMBOLS: Final = {
     "D": "delay of the last rank behind the first",
     "s": "bytes of one rank's terms",
     "alpha": "time of a message without bytes",
-    "beta": "time of a byte through a port; beta_r through the port of rank r",
+    "beta": "time of a byte through a port; beta_r through the port of rank r, beta_n through the narrowest one",
     "C": "parts of the sum, each of s/C bytes",
     "k": "parts that each owner has",
     "K": "rounds in which the last part reaches all ranks: ceiling(log2 N); one less if the late rank adds too",
@@ -43,6 +43,8 @@ class SumEquations:
         streamed_gather: As ``gather``, with L late ranks left out.
         streamed: The late ranks then send theirs, and each owner sends its results to all by itself.
         streamed_parts: The best number of parts of each owner.
+        narrow: The same with nobody late: L ranks own nothing as their ports are narrow. All send at once. What takes longest
+            is the owners' terms and results through their ports, or the results through a narrow one, behind the first part.
         critical_delay: From this delay on ``merge`` takes no longer than ``direct``.
         most_late: The most late ranks for which ``streamed`` takes no longer than ``direct``, solved from both.
         share: The share of the sum that rank r owns if all ports are busy until T. All shares together are 1.
@@ -59,6 +61,7 @@ class SumEquations:
     streamed_gather: Equation
     streamed: Equation
     streamed_parts: Equation
+    narrow: Equation
     critical_delay: Equation
     most_late: Equation
     share: Equation
@@ -72,7 +75,7 @@ def sum_equations() -> SumEquations:
 
     ranks, late, parts, each, spread = sympy.symbols("N L C k K", positive=True)
     delay, level, arrival = sympy.symbols("D T d_r", nonnegative=True)
-    size, alpha, beta, port = sympy.symbols("s alpha beta beta_r", positive=True)
+    size, alpha, beta, port, narrow = sympy.symbols("s alpha beta beta_r beta_n", positive=True)
     link = (size, alpha, beta)
 
     def solved(expression: Any, symbol: Any) -> Any:
@@ -87,6 +90,8 @@ def sum_equations() -> SumEquations:
     message = alpha + size * beta / (each * (ranks - late))
     streamed_gather = each * (ranks - late - 1) * message
     streamed = (each + 1) * (ranks - 1) * message
+    through_owners = each * (2 * ranks - late - 2) * message
+    through_narrow = each * (ranks - late) * message.subs(beta, narrow)
     # Each part takes slope rounds, and steps are the rounds behind the last one.
     slope, steps = sympy.symbols("slope steps", positive=True)
     best = solved(sympy.diff((slope * parts + steps) * (alpha + size * beta / parts), parts), parts)
@@ -112,6 +117,12 @@ def sum_equations() -> SumEquations:
             "solved from streamed",
             best.subs({slope: 1, steps: 1, size: size / (ranks - late)}),
             (ranks, late, *link),
+        ),
+        narrow=Equation(
+            "streamed, narrow ports",
+            "own",
+            sympy.Max(through_owners, through_narrow) + (ranks - 1) * message,
+            (ranks, late, each, *link, narrow),
         ),
         critical_delay=Equation(
             "critical delay",

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from adaptra.collectives.choice import SumCase, SumWay
-from adaptra.collectives.ports import Flight, flights
+from adaptra.collectives.ports import Flight
 from adaptra.report.drawing import GAP, LANE, TEXT, Box, add_panels, draw_boxes, frame, lighter, number_size, write_figure
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def draw_rounds(case: SumCase, way: SumWay, path: str | Path, title: str) -> Non
         MissingExtraError: matplotlib is not installed.
     """
     ports = case.ports
-    travels = [*flights(way.messages(ports.ranks), case.nbytes / way.parts, ports)]
+    travels = [*case.flights(way)]
 
     def compose(figure: Figure) -> None:
         from matplotlib.lines import Line2D

@@ -47,6 +47,7 @@ class Arrivals:
         self._met: float | None = None
         self._began: float | None = None
         self.last: SumChoice | None = None
+        self._set(late.choice.way)
 
     def __str__(self) -> str:
         """What the choice is, and what it depends on."""
@@ -99,7 +100,7 @@ class Arrivals:
         if not way.late:
             self._replicas.add_gradients_as_losses()
             return
-        algorithm = algorithm_of(way.algorithm, way.late)
+        algorithm = algorithm_of(way.algorithm, way.late, way.narrow)
         self._replicas.add_gradients_by(algorithm, self._late.bucket_of(way))
 
     def _require_one(self, digests: list[int]) -> None:

@@ -227,6 +227,7 @@ def choice_to_json(choice: SumChoice) -> dict[str, Any]:
     return {
         "algorithm": choice.way.algorithm,
         "late": [*choice.way.late],
+        "narrow": [*choice.way.narrow],
         "parts": choice.way.parts,
         "lateness": [*choice.lateness],
         "seconds": dict(choice.seconds),
@@ -241,7 +242,8 @@ def read_choice(data: object) -> SumChoice:
         ControlError: A field is missing, unknown or invalid.
     """
     fields = Fields(data, "how a sum was made")
-    way = SumWay(fields.text("algorithm", at_most=16), fields.wholes("late"), fields.whole("parts", at_least=1))
+    parts = fields.whole("parts", at_least=1)
+    way = SumWay(fields.text("algorithm", at_most=16), fields.wholes("late"), parts, fields.wholes("narrow"))
     lateness = fields.numbers("lateness", len(fields.items("lateness")))
     choice = SumChoice(way, lateness, tuple(fields.numbers_by_name("seconds").items()), fields.number("wrong_guess"))
     fields.end()

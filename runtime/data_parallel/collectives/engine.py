@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from adaptra.collectives.algorithms import AlgorithmWithout
 from adaptra.collectives.buckets import Bucket, TensorRange, bucket_bytes, make_buckets, make_owned_buckets
 from adaptra.collectives.rounds import Algorithm, TermMessage, chain, direct, to_owners
 from adaptra.runtime.data_parallel.collectives.carriers import (
@@ -256,7 +257,8 @@ class GroupSum:
         ]
         # With these, who waits for the earliest message has nothing else to do: each part needs the terms of all.
         waits = None if algorithm in (direct, chain, to_owners) else self._waits
-        moves = Moves(terms, messages, self._rank, end, in_rounds=not self._through_host, by_port=waits is not None)
+        keeps_round = algorithm.keeps_round if isinstance(algorithm, AlgorithmWithout) else None
+        moves = Moves(terms, messages, self._rank, end, in_rounds=not self._through_host, keeps_round=keeps_round)
         if self._through_host:
             moves.run(HostCarrier(self._rank, self._post_of(sum_name, algorithm, buckets * self._replicas), waits))
             return

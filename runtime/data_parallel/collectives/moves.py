@@ -6,15 +6,13 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import Final, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
+from adaptra.collectives.ports import MOST_OPEN
 from adaptra.collectives.rounds import TermMessage
 from adaptra.runtime.data_parallel.collectives.terms import Terms
-
-MOST_OPEN: Final = 2
-"""Messages of a lane under way. While one travels, its receiver already has a place for the next."""
 
 
 class Carrier(Protocol):
@@ -55,7 +53,7 @@ class Moves:
     """Begins the messages of one replica, in any order that gives the same sum, and handles those that have ended.
 
     Messages to a peer begin in the order of rounds, and so do those from it. Such lanes don't wait for each other. So a peer
-    that is late, or slow, delays only what needs its values. Where rounds count on late replicas, all sends are one lane. What
+    that is late, or slow, delays only what needs its values. Sends that keep their rounds are one lane, whoever gets them. What
     is sent at once shares a port, and then a part comes later than in its round.
 
     A replica's own term gives way to the part's result. The result is made only behind all sends of the term. It is received as
@@ -67,7 +65,7 @@ class Moves:
         rank: The replica.
         end: Ends a bucket of which nothing is under way any more.
         in_rounds: Whether a round's messages begin together, behind those of the rounds before.
-        by_port: Whether all sends are one lane.
+        keeps_round: Whether a message to send keeps its round: begins behind all of earlier rounds. None if none does.
 
     Attributes:
         left: By bucket, the messages that have not ended.
@@ -81,13 +79,13 @@ class Moves:
         end: Callable[[int], object],
         *,
         in_rounds: bool,
-        by_port: bool = False,
+        keeps_round: Callable[[TermMessage], bool] | None = None,
     ) -> None:
         self._terms = terms
         self._rank = rank
         self._end = end
         self._in_rounds = in_rounds
-        self._by_port = by_port
+        self._keeps_round = keeps_round
         self.left = Counter(terms.bucket(message.value) for message in messages)
         # Sends that need the own term of a part: those that have not begun, and of the term itself those that have not ended.
         self._needs = Counter(message.value.part for message in messages if self._needs_own(message))
@@ -98,6 +96,10 @@ class Moves:
             first, *others = together
             lanes[self._lane(first)].append((first, *others))
         self._lanes = {lane: _MessageLane(waiting, len(waiting) if in_rounds else MOST_OPEN) for lane, waiting in lanes.items()}
+        in_line = None if in_rounds else self._lanes.get((rank, None))
+        self._beside_line = [
+            lane for key, lane in self._lanes.items() if in_line and key and key[0] == rank and lane is not in_line
+        ]
 
     def run(self, carrier: Carrier) -> None:
         """Move all messages.
@@ -150,7 +152,12 @@ class Moves:
             return False
         if message.destination == self._rank:
             return not is_result or (self._terms.is_open(value) and not (value.part in self._often and self._sends[value.part]))
-        return self._terms.has(value) and not (is_result and self._sends[value.part])
+        return self._terms.has(value) and not (is_result and self._sends[value.part]) and not self._waits_in_line(message)
+
+    def _waits_in_line(self, message: TermMessage) -> bool:
+        """Return whether a message to send keeps its round, and another one of an earlier round waits on a lane of its own."""
+        earlier = (lane for lane in self._beside_line if lane.waiting and lane.waiting[0][0].round < message.round)
+        return self._lane(message) == (self._rank, None) and any(earlier)
 
     def _asks_for_terms(self, message: TermMessage) -> bool:
         return message.source == self._rank and not self._terms.is_open(message.value)
@@ -162,8 +169,8 @@ class Moves:
     def _lane(self, message: TermMessage) -> tuple[int, int | None] | None:
         if self._in_rounds:
             return None
-        is_one_of_all = self._by_port and message.source == self._rank
-        return message.source, None if is_one_of_all else message.destination
+        is_in_line = self._keeps_round is not None and message.source == self._rank and self._keeps_round(message)
+        return message.source, None if is_in_line else message.destination
 
     def _needs_own(self, message: TermMessage) -> bool:
         return message.source == self._rank and not self._terms.is_result(message.value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Final
 
 import torch
@@ -59,6 +59,4 @@ def _digest(content: bytes) -> bytes:
 
 def name_of(algorithm: Algorithm) -> str:
     """Return the name of an algorithm, with what it was given."""
-    if isinstance(algorithm, partial):
-        return f"{algorithm.func.__name__}{algorithm.args}{algorithm.keywords or ''}"
-    return getattr(algorithm, "__name__", type(algorithm).__name__)
+    return getattr(algorithm, "__name__", None) or str(algorithm)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from processes import run_processes
 from torch import nn
 from training import compiled
 
-from adaptra.collectives.algorithms import sum_messages
+from adaptra.collectives.algorithms import algorithm_of, sum_messages
 from adaptra.collectives.rounds import Algorithm, TermMessage, chain, direct
 from adaptra.errors import AdaptraError, TransportError
 from adaptra.runtime.data_parallel.collectives.carriers import TransportPosts
@@ -36,13 +35,9 @@ SILENCE = 10.0
 LINEAR = Example("linear", lambda: nn.Linear(8, 8), vectors(8), square_loss)
 
 
-def with_late(late: int, replicas: int, parts: int, rank: int | None) -> Iterator[TermMessage]:
-    return sum_messages("streamed", replicas, parts, (late,))
-
-
 def without_name(late: int) -> Algorithm:
     def algorithm(replicas: int, parts: int, rank: int | None) -> Iterator[TermMessage]:
-        return with_late(late, replicas, parts, rank)
+        return sum_messages("streamed", replicas, parts, (late,))
 
     return algorithm
 
@@ -54,9 +49,10 @@ def over_all(transport: Transport) -> TransportPosts:
 USUAL: dict[str, Any] = {"algorithm": direct, "limit": 4096, "dtype": None, "sizes": [3000, 5], "mean": True, "number": 7}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "algorithm": ({}, {"algorithm": chain}),
-    "late rank": ({"algorithm": partial(with_late, 0)}, {"algorithm": partial(with_late, 2)}),
+    "late rank": ({"algorithm": algorithm_of("streamed", (0,))}, {"algorithm": algorithm_of("streamed", (2,))}),
+    "late or narrow": ({"algorithm": algorithm_of("streamed", (0,))}, {"algorithm": algorithm_of("streamed", (0,), (0,))}),
     "rounds of one name": ({"algorithm": without_name(0)}, {"algorithm": without_name(2)}),
-    "someone late": ({}, {"algorithm": partial(with_late, 2)}),
+    "someone late": ({}, {"algorithm": algorithm_of("streamed", (2,))}),
     "buckets": ({}, {"limit": 8192}),
     "dtype": ({}, {"dtype": torch.float64}),
     "sizes that make as many bytes": ({}, {"sizes": [5, 3000]}),
@@ -155,4 +151,4 @@ def test_a_step_with_such_a_sum_fails_on_all_ranks() -> None:
 
 def test_an_algorithm_is_named_with_what_it_was_given() -> None:
     assert name_of(direct) == "direct"
-    assert name_of(partial(with_late, 2)) == "with_late(2,)"
+    assert name_of(algorithm_of("streamed", (1, 2), (2,))) == "streamed, 1+2 own nothing, 2 for a narrow port"

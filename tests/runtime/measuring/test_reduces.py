@@ -351,7 +351,7 @@ def test_more_exposed_than_it_took_is_refused() -> None:
 
 
 def test_how_a_sum_was_made_is_told_with_it_and_with_the_records_of_its_step() -> None:
-    way = SumWay("merge", (1,), 12)
+    way = SumWay("streamed", (1, 2), 12, (2,))
     choice = SumChoice(way, (0.0, 0.25, 0.125), (("merge", 0.5), ("direct", 0.75)), 0.0625)
     monitor = Monitor(0, (0, 1))
 
@@ -373,11 +373,13 @@ def test_how_a_sum_was_made_is_told_with_it_and_with_the_records_of_its_step() -
     assert reduce.choice == str(choice)
     (told,) = own_reduce(measured)
     assert str(told).endswith(
-        "; replica 1 last, 250.0 ms behind the first; by merge in 12 parts, 1 own nothing (merge 500.0 ms, direct 750.0 ms)"
+        "; replica 1 last, 250.0 ms behind the first; by streamed in 12 parts, 1+2 own nothing, 2 for a narrow port "
+        "(merge 500.0 ms, direct 750.0 ms)"
     )
     assert usual_reduces([StepReduces(0, 0, (told,))])[0].choice == choice
     for name, value in (
         ("late", [-1]),
+        ("narrow", [0.5]),
         ("parts", 0),
         ("lateness", [-0.5]),
         ("seconds", {"merge": -1.0}),
