@@ -1,4 +1,4 @@
-"""Which ranks of a sum are late, step by step, and which algorithm the next sum takes.
+"""Which ranks of a sum are late, step by step, and which algorithm the next sum takes over the ports that were measured.
 
 All ranks of a sum know the arrivals of all, alike to the bit. This is a pure function of them. So all ranks decide alike,
 without a message. A digest of all that a decision depends on says whether they do.
@@ -6,6 +6,8 @@ without a message. A digest of all that a decision depends on says whether they 
 A rank is late once it has arrived behind all that are not, in each of a few steps and by more than noise explains. Then the
 rounds of all algorithms are played. Another one is taken only if two steps gain what one loses where nobody is late. It is
 left once its late ranks have come earlier than that loss in each of a few steps.
+
+Narrow ports are known from the start. Their ranks own nothing as long as nobody is late, if that pays.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ from adaptra.collectives.buckets import LEAST_BYTES
 from adaptra.collectives.choice import SumCase, SumWay
 from adaptra.collectives.ports import Ports
 from adaptra.equations.sums import sum_equations
-from adaptra.simulation.links import Link
 from adaptra.sizes import size_text
 
 STEPS_IN_A_ROW: Final = 3
@@ -68,7 +69,8 @@ class SumChoice:
         lateness: The seconds by which each rank came later than the first, in the last step; empty before that is known.
         seconds: What each algorithm takes from the first arrival on, by its name, the shortest first. Empty as long as no rank
             was late.
-        wrong_guess: The seconds that the way costs over direct where nobody is late.
+        wrong_guess: The seconds that the way costs over that of steps without late ranks, where nobody is late. If it is the
+            latter itself: over direct, where all ports are as wide as the widest.
     """
 
     way: SumWay
@@ -88,8 +90,7 @@ class LateRanks:
 
     Args:
         nbytes: The bytes of one rank's terms.
-        ranks: Their number, at least three: of two neither can do the other's part.
-        link: What a message takes between two ranks, as measured.
+        ports: The ports of the ranks, as measured, at least three: of two neither can do the other's part.
         memory: The most bytes of terms that a rank may hold until a late one arrives.
         bucket: The bytes of a bucket; None for what suits each algorithm.
 
@@ -98,11 +99,11 @@ class LateRanks:
         digest: A number below 2**32, equal on ranks that have decided alike and from the same arrivals.
     """
 
-    def __init__(self, nbytes: int, ranks: int, link: Link, memory: int, bucket: int | None = None) -> None:
+    def __init__(self, nbytes: int, ports: Ports, memory: int, bucket: int | None = None) -> None:
         sum_equations()  # built here, not in a step
+        ranks = ports.ranks
         self._nbytes = nbytes
-        self._link = link
-        self._alike = Ports(link.latency, (link.per_byte,) * ranks)
+        self._ports = ports
         self._memory = memory
         self._bucket = bucket
         self._direct = SumWay("direct", (), ranks)
@@ -110,18 +111,25 @@ class LateRanks:
         self._relative: tuple[float, ...] = ()
         self._changes: tuple[deque[float], ...] = tuple(deque[float](maxlen=REMEMBERED) for _ in range(ranks))
         self._priced: dict[tuple[float, ...], list[tuple[SumWay, float]]] = {}
-        self.choice = SumChoice(self._direct)
-        self.digest = zlib.crc32(repr((nbytes, ranks, link, memory, bucket)).encode())
+        self._usual = self._without_late_ranks()
+        self.choice = self._usual
+        self.digest = zlib.crc32(repr((nbytes, ports, memory, bucket)).encode())
 
     def __str__(self) -> str:
         """What the next sum's choice depends on, and what it costs if it is wrong."""
-        link, way = self._link, self.choice.way
-        rate = f"{1e-6 / link.per_byte:.0f} MB/s" if link.per_byte > 0 else "no limit"
-        text = f"{self.choice}; links of {1e3 * link.latency:.3f} ms and {rate}"
+        way, widest = self.choice.way, min(self._ports.per_byte)
+        rate = f"{1e-6 / widest:.0f} MB/s" if widest > 0 else "no limit"
+        text = f"{self.choice}; links of {1e3 * self._ports.latency:.3f} ms and {rate}"
+        for rank, per_byte in enumerate(self._ports.per_byte):
+            if per_byte > widest:
+                text += f", {1e-6 / per_byte:.0f} MB/s to replica {rank}"
         if not way.late:
             return text
-        wrong, held = f"{1e3 * self.choice.wrong_guess:.1f} ms more than direct", size_text(self.held_bytes(way))
-        return f"{text}; where nobody is late it takes {wrong}; up to {held} wait for a late replica"
+        is_usual = way == self._usual.way
+        where = "ports are alike" if is_usual else "nobody is late"
+        wrong = f"{1e3 * self.choice.wrong_guess:.1f} ms more than {'direct' if is_usual else self._usual.way.algorithm}"
+        held, whom = size_text(self.held_bytes(way)), "replica with a narrow port" if way.has_lanes else "late replica"
+        return f"{text}; where {where} it takes {wrong}; up to {held} wait for a {whom}"
 
     def observe(self, arrivals: Sequence[float]) -> None:
         """Take when each rank began the sum of a step, in seconds on one clock, and decide how the next one is made."""
@@ -134,8 +142,9 @@ class LateRanks:
         self._latest.append(tuple(one - first for one in arrivals))
         choice = replace(self.choice, lateness=self._latest[-1])
         if len(self._changes[0]) >= LEAST_REMEMBERED:
-            if choice.way.late and max(map(partial(_behind, choice.way.late), self._latest)) < choice.wrong_guess:
-                choice = SumChoice(self._direct, choice.lateness)
+            late = [rank for rank in choice.way.late if rank not in choice.way.narrow]
+            if late and max(map(partial(_behind, late), self._latest)) < choice.wrong_guess:
+                choice = replace(self._usual, lateness=choice.lateness)
             choice = self._decide(choice)
         self.choice = choice
         self.digest = zlib.crc32(repr((self.digest, arrivals, choice.way)).encode())
@@ -147,43 +156,63 @@ class LateRanks:
 
     def held_bytes(self, way: SumWay) -> int:
         """Return the most bytes of terms that a rank holds until a late one arrives: of its own parts those of other owners."""
-        owners = self._alike.ranks - len(way.late)
+        owners = self._ports.ranks - len(way.late)
         return self._nbytes * (owners - 1) // owners
 
     def bucket_of(self, way: SumWay) -> int:
         """Return the bytes of a bucket with which a sum has a way's parts; a bucket has as many as there are ranks."""
-        return self._bucket or math.ceil(self._nbytes * self._alike.ranks / way.parts)
+        return self._bucket or math.ceil(self._nbytes * self._ports.ranks / way.parts)
+
+    def _without_late_ranks(self) -> SumChoice:
+        """Return the choice where nobody is late: direct, unless a port is narrow and another way gains enough."""
+        direct, widest = SumChoice(self._direct), min(self._ports.per_byte)
+        if max(self._ports.per_byte) == widest:
+            return direct
+        case = SumCase(self._nbytes, self._ports)
+        alike = SumCase(self._nbytes, Ports(self._ports.latency, (widest,) * self._ports.ranks))
+        prices = self._prices(case)
+        best, now = self._best(prices), self._seconds(case, self._direct)
+        direct = replace(direct, seconds=_by_name(prices))
+        if best is None or not best[0].has_lanes:
+            return direct
+        wrong = max(0.0, self._seconds(alike, best[0]) - self._seconds(alike, self._direct))
+        is_worth = best[1] < _NEAR * now and PAYING_STEPS * (now - best[1]) >= wrong
+        return SumChoice(best[0], (), direct.seconds, wrong) if is_worth else direct
 
     def _decide(self, choice: SumChoice) -> SumChoice:
         """Return the choice with the best way for ranks that are late by now, if it gains enough."""
         delays = self._delays()
         if not any(delays):
             return choice
-        case, nobody = SumCase(self._nbytes, replace(self._alike, arrivals=delays)), SumCase(self._nbytes, self._alike)
+        case, nobody = SumCase(self._nbytes, replace(self._ports, arrivals=delays)), SumCase(self._nbytes, self._ports)
         if delays not in self._priced:
             while len(self._priced) >= _MOST_KEPT:
                 del self._priced[next(iter(self._priced))]
-            prices = [(way, self._seconds(case, way)) for way in map(self._in_buckets, self._ways(case))]
-            self._priced[delays] = sorted(prices, key=lambda price: price[1])
-        prices = self._priced[delays]
-        choice = replace(choice, seconds=tuple((way.algorithm, seconds) for way, seconds in prices))
-        best = next((price for price in prices if price[0].algorithm == TAKEN and self._fits(price[0])), None)
+            self._priced[delays] = self._prices(case)
+        choice = replace(choice, seconds=_by_name(self._priced[delays]))
+        best = self._best(self._priced[delays])
         if best is None or best[0] == choice.way:
             return choice
         (way, seconds), now, last = best, self._seconds(case, choice.way), max(delays)
-        wrong = max(0.0, self._seconds(nobody, way) - self._seconds(nobody, self._direct))
-        if choice.way.late:
+        wrong = max(0.0, self._seconds(nobody, way) - self._seconds(nobody, self._usual.way))
+        if choice.way != self._usual.way:
             is_worth = seconds - last < _NEAR * (now - last)
         else:
             is_worth = seconds < now and PAYING_STEPS * (now - seconds) >= wrong
         return replace(choice, way=way, wrong_guess=wrong) if is_worth else choice
 
-    def _fits(self, way: SumWay) -> bool:
-        return self.held_bytes(way) <= self._memory
+    def _prices(self, case: SumCase) -> list[tuple[SumWay, float]]:
+        """Return each algorithm, in buckets, and when the last rank has the sum, the shortest first."""
+        prices = [(way, self._seconds(case, way)) for way in map(self._in_buckets, self._ways(case))]
+        return sorted(prices, key=lambda price: price[1])
+
+    def _best(self, prices: Sequence[tuple[SumWay, float]]) -> tuple[SumWay, float] | None:
+        """Return the shortest way that may be taken in place of direct."""
+        return next((one for one in prices if one[0].algorithm == TAKEN and self.held_bytes(one[0]) <= self._memory), None)
 
     def _ways(self, case: SumCase) -> list[SumWay]:
         """Return each algorithm with the ranks that own nothing in it, and its number of parts."""
-        ranks = self._alike.ranks
+        ranks = self._ports.ranks
         if ranks <= _MOST_RANKS:
             return [price.way for price in case.prices]
         late = min(case.late_sets(), key=lambda late: case.expected(case.way("streamed", late)))
@@ -191,11 +220,11 @@ class LateRanks:
 
     def _seconds(self, case: SumCase, way: SumWay) -> float:
         """Return when the last rank has the sum."""
-        return case.price(way).seconds if self._alike.ranks <= _MOST_RANKS else case.expected(way)
+        return case.price(way).seconds if self._ports.ranks <= _MOST_RANKS else case.expected(way)
 
     def _in_buckets(self, way: SumWay) -> SumWay:
         """Return a way with a number of parts that buckets have; direct stays as it is."""
-        ranks = self._alike.ranks
+        ranks = self._ports.ranks
         if way == self._direct:
             return way
         if self._bucket is not None:
@@ -205,7 +234,7 @@ class LateRanks:
 
     def _delays(self) -> tuple[float, ...]:
         """Return the seconds by which each rank is late, at least, in the latest steps; all 0 if none is."""
-        ranks = self._alike.ranks
+        ranks = self._ports.ranks
         last_first = sorted(range(ranks), key=lambda rank: -min(step[rank] for step in self._latest))
         for count in range(ranks - 2, 0, -1):
             late = last_first[:count]
@@ -227,3 +256,7 @@ def _behind(late: Sequence[int], step: Sequence[float]) -> float:
 def _rounded(seconds: float) -> float:
     mantissa, exponent = math.frexp(seconds)
     return math.ldexp(math.floor(mantissa * 2 * _FINENESS), exponent) / (2 * _FINENESS)
+
+
+def _by_name(prices: Sequence[tuple[SumWay, float]]) -> tuple[tuple[str, float], ...]:
+    return tuple((way.algorithm, seconds) for way, seconds in prices)

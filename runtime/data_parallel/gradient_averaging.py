@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from adaptra.collectives.buckets import LEAST_BYTES, LEAST_DEVICE_BYTES, best_bucket_bytes, bucket_bytes
+from adaptra.collectives.ports import Ports, measured_ports
 from adaptra.collectives.rounds import Algorithm
 from adaptra.collectives.seconds import slowest
 from adaptra.errors import ControlError, PeerLostError, TransportError
@@ -83,6 +84,7 @@ class Replicas:
         index: The index of this rank's pipeline in the job, from 0.
         count: The number of replicas.
         link: The slowest of the measured links between them; None before :meth:`measure`, and where none are measured.
+        ports: The ports that the measured links show, one of each replica; None where ``link`` is.
     """
 
     def __init__(self, world: World, worker: WorkerId, name: str, device: torch.device, backend: str | None = None) -> None:
@@ -96,6 +98,7 @@ class Replicas:
             for part in (("", " aside") if self.count > 1 else ())
         )
         self.link: Link | None = None
+        self.ports: Ports | None = None
         self._sums = {one: GroupSum(one, ranks=self.ranks) for one in self._groups}
         self._gradients = self._sums[self._groups[0]] if self._groups else None
         self._over: TransportPosts | None = None
@@ -134,7 +137,8 @@ class Replicas:
         """
         if self.count > 1 and is_gloo(self._aside):
             with self._naming_the_lost():
-                self.link = slowest([*measure_links(self._aside, MEASURED_ROUNDS).values()])
+                links = measure_links(self._aside, MEASURED_ROUNDS)
+            self.link, self.ports = slowest([*links.values()]), measured_ports(links, self.count)
 
     def best_bucket(self, nbytes: int) -> int:
         """Return the bucket size that suits ``nbytes`` of gradients and the measured links, the same on all replicas."""

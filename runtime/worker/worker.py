@@ -214,11 +214,11 @@ class Worker:
             self._telemetry.end_step(step.measurement, self.monitor.kept[-1])
 
     def _tell_choice(self) -> None:
-        """Tell of another way to add gradients from the next step on."""
+        """Tell of another way to add gradients from the next step on, or of one that ports have called for from the first."""
         choice = self._parts.end.choice
         if choice is None or choice.way == self.last.way:
             return
-        if self.last.way is not None:
+        if self.last.way is not None or choice.way.late:
             stages = ",".join(map(str, self._parts.factory.own))
             self.controller.recorder.emit_now(EventKind.LATE, f"gradients of stage {stages}: {choice}")
         self.last.way = choice.way

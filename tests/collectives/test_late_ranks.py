@@ -9,6 +9,7 @@ import pytest
 
 from adaptra.collectives.algorithms import LATE
 from adaptra.collectives.late_ranks import LEAST_REMEMBERED, PAYING_STEPS, LateRanks
+from adaptra.collectives.ports import Ports, measured_ports
 from adaptra.simulation.links import Link
 
 NBYTES = 64 << 20
@@ -18,8 +19,12 @@ WELL, LATER, BACK = LEAST_REMEMBERED + 4, 3, 5
 """Steps before a rank is late, and the most until it has another algorithm, and until direct is back."""
 
 
+def alike(ranks: int, link: Link) -> Ports:
+    return measured_ports({(0, 1): link}, ranks)
+
+
 def decided(ranks: int, memory: int = NBYTES, bucket: int | None = None) -> LateRanks:
-    return LateRanks(NBYTES, ranks, LINK, memory, bucket)
+    return LateRanks(NBYTES, alike(ranks, LINK), memory, bucket)
 
 
 def arrivals(ranks: int, late: Sequence[int], delay: float, chance: random.Random, jitter: float = 0.002) -> list[float]:
@@ -81,7 +86,7 @@ def _waits(chance: random.Random, rank: int) -> float:
 @pytest.mark.parametrize("ranks", [3, 4, 8])
 def test_noise_changes_nothing_in_two_hours(ranks: int, noise: Callable[[random.Random, int], float]) -> None:
     """Steps of a second, over links on which a late rank would matter."""
-    decision, chance = LateRanks(16 << 20, ranks, Link(1e-4, 1e-9), NBYTES), random.Random(f"{noise.__name__} {ranks}")
+    decision, chance = LateRanks(16 << 20, alike(ranks, Link(1e-4, 1e-9)), NBYTES), random.Random(f"{noise.__name__} {ranks}")
     for step in range(7200):
         decision.observe([noise(chance, rank) for rank in range(ranks)])
         assert decision.choice.way.algorithm == "direct", step
@@ -147,3 +152,40 @@ def test_it_says_what_it_depends_on() -> None:
     text = str(decision)
     assert text.startswith("replica 1 last, 70") and "streamed in " in text and ", direct 1" in text
     assert "ms more than direct; up to 42.7 MiB wait for a late replica" in text
+
+
+NARROW = Ports(LINK.latency, (LINK.per_byte, 2 * LINK.per_byte, *(LINK.per_byte,) * 6))
+"""Eight ports, of which one has half the rate."""
+
+
+def test_a_narrow_port_owns_nothing_from_the_first_sum_on() -> None:
+    decision, chance = LateRanks(NBYTES, NARROW, NBYTES), random.Random(2)
+    usual = decision.choice
+    assert (usual.way.algorithm, usual.way.late, usual.way.narrow) == ("streamed", (1,), (1,))
+    prices = dict(usual.seconds)
+    assert prices["streamed"] < 0.65 * prices["direct"]
+    assert 0 < usual.wrong_guess < prices["direct"] - prices["streamed"]
+    text = str(decision)
+    assert "by streamed in " in text and "1 own nothing, 1 for a narrow port (" in text
+    assert "links of 0.100 ms and 100 MB/s, 50 MB/s to replica 1; where ports are alike it takes " in text
+    assert text.endswith(" ms more than direct; up to 54.9 MiB wait for a replica with a narrow port")
+    for step in range(2 * WELL):
+        # Behind a late rank the results take as long through the narrow port, whoever owns them.
+        decision.observe(arrivals(8, (4,) if step > WELL else (), 2.0, chance))
+        assert decision.choice.way == usual.way
+
+
+def test_a_port_that_is_hardly_narrow_or_too_little_memory_leaves_direct() -> None:
+    slightly = Ports(LINK.latency, (LINK.per_byte, 1.1 * LINK.per_byte, *(LINK.per_byte,) * 6))
+    for ports, memory in ((slightly, NBYTES), (NARROW, NBYTES // 2)):
+        choice = LateRanks(NBYTES, ports, memory).choice
+        assert choice.way.algorithm == "direct" and "direct" in dict(choice.seconds)
+
+
+def test_noise_changes_nothing_beside_a_narrow_port() -> None:
+    decision, chance = LateRanks(16 << 20, Ports(1e-4, (1e-9, 3e-9, *(1e-9,) * 3)), NBYTES), random.Random(5)
+    usual = decision.choice.way
+    assert usual.narrow == (1,)
+    for _ in range(2000):
+        decision.observe([_skewed(chance, rank) for rank in range(5)])
+        assert decision.choice.way == usual

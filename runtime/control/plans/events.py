@@ -44,7 +44,8 @@ class EventKind(Enum):
     """The model is cut at other positions, where messages are smaller; ``text`` says where, and why."""
     LATE = "late"
     """After ``step`` the gradients of this rank's stages are added in another way, as replicas come late or no longer do.
-    ``text`` says who, by how much, which way, and what others would take.
+    After the first one: as a port was measured to be narrow. ``text`` says who, by how much, which way, and what others
+    would take.
     """
     COORDINATES = "coordinates"
     """This rank coordinates from now on, in place of another."""

@@ -160,9 +160,9 @@ class AllAtOnce:
             replicas.add_by(ALGORITHMS[reduce.of_losses], limit=bucket, dtype=reduce.dtype)
             # On a GPU the host does not know when gradients are there.
             is_seen = all(one.is_cpu for one in parameters.values())
-            if reduce.is_auto and replicas.link is not None and is_seen and replicas.count > 2 and nbytes:
+            if reduce.is_auto and replicas.ports is not None and is_seen and replicas.count > 2 and nbytes:
                 memory = nbytes if reduce.memory is None else reduce.memory
-                late_ranks = LateRanks(nbytes, replicas.count, replicas.link, memory, reduce.bucket)
+                late_ranks = LateRanks(nbytes, replicas.ports, memory, reduce.bucket)
                 self._arrivals = Arrivals(replicas, late_ranks)
             self._sum = GradientSum(replicas, self.sums, late, bucket, losses.reduction is Reduction.MEAN, mark)
 

@@ -18,6 +18,7 @@ from training import compiled
 import adaptra
 from adaptra.collectives.algorithms import LATE
 from adaptra.collectives.late_ranks import LEAST_REMEMBERED, LateRanks
+from adaptra.collectives.ports import measured_ports
 from adaptra.collectives.rounds import direct
 from adaptra.errors import ControlError
 from adaptra.program.roles import Roles
@@ -131,7 +132,7 @@ def add_with_arrivals(rank: int) -> list[Any]:
     made = torch.Generator().manual_seed(rank)
 
     def arrivals_with(memory: int) -> Arrivals:
-        return Arrivals(replicas, LateRanks(16 << 20, REPLICAS, LINK, memory), lambda: clock[0])
+        return Arrivals(replicas, LateRanks(16 << 20, measured_ports({(0, 1): LINK}, REPLICAS), memory), lambda: clock[0])
 
     arrivals = arrivals_with(16 << 20)
     for step in range(40):
