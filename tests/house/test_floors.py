@@ -15,7 +15,7 @@ FLOORS = """
     errors checks sizes progress known_keywords json_files unlike_numbers profiled weakly
     program simulation equations collectives
     graph.ops graph.effects graph.capture graph.partition graph.stages graph.backward graph
-    passes planning planning.routes planning.layouts planning.remedies planning.responses planning.explaining
+    passes planning planning.routes planning.layouts planning.remedies planning.responses planning.explaining planning.synchrony
     runtime.world runtime.control_store runtime.transports runtime.devices runtime.transports.staging
     runtime.transports.c10d runtime.transports.delegate runtime.transports.nccl
     runtime.rdma runtime.injection runtime.measuring runtime.detection runtime.data_parallel.collectives runtime.data_parallel
@@ -30,7 +30,7 @@ FLOORS = """
 
 WITHOUT_TORCH = """
     program simulation equations collectives
-    passes planning planning.routes planning.layouts planning.remedies planning.responses planning.explaining
+    passes planning planning.routes planning.layouts planning.remedies planning.responses planning.explaining planning.synchrony
     runtime.world runtime.rdma runtime.measuring runtime.detection runtime.membership
     runtime.control.plans runtime.control.deciding runtime.telemetry
     report cli

@@ -1,0 +1,1 @@
+"""Synchronisation modes of replicas: what an update of each takes in a case, and which one reaches a loss first."""
