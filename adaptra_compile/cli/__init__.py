@@ -116,7 +116,7 @@ def _parser() -> ArgumentParser:
             allow_abbrev=False,
         )
 
-    for command in (_plan, _simulate, _resilience, _explain, _trace, _schedule, _opt, _reduce, _run, _doctor):
+    for command in (_plan, _simulate, _resilience, _explain, _trace, _schedule, _opt, _reduce, _modes, _run, _doctor):
         command(add)
     return parser
 
@@ -318,6 +318,35 @@ def _reduce(add: _Add) -> None:
     parser.add_argument("--late", type=_names, metavar="R,…", help="the late ranks (default: the last one)")
     parser.add_argument("--port", action="append", metavar="R=SHARE", help="rank R's port has SHARE of the rate; repeatable")
     parser.add_argument("--picture", metavar="FILE", help="draw the rounds of the choice: .svg or .png (needs the extra viz)")
+    _json(parser)
+
+
+def _modes(add: _Add) -> None:
+    parser = add(
+        "modes",
+        "Show what synchronisation modes of replicas take to a loss when some are slow, and which one is chosen and why.\n\n"
+        "For each mode: seconds of an update by a simulated clock, its samples, the age of its gradients, and updates needed.\n"
+        "Modes are exact (microbatches shared by lasting speed), stealing (and within the step), x-order=N, groups,\n"
+        "asynchronous, deadline=SHARE and local=STEPS. Running jobs are exact; the others are not built yet.",
+    )
+    parser.add_argument("case", metavar="CASE", nargs="?", help="fields as JSON (docs/formats.md); options replace them")
+    parser.add_argument("--replicas", type=_at_least_one, metavar="N", help="the replicas")
+    parser.add_argument("--phi", type=_duration, metavar="SAMPLES", help="the gradient noise scale")
+    parser.add_argument(
+        "--slow", action="append", metavar="R=FACTOR", help="replica R takes FACTOR times as long, lastingly; repeatable"
+    )
+    parser.add_argument("--jitter", type=_duration, metavar="SIGMA", help="deviation of the logarithm of a step's time")
+    parser.add_argument(
+        "--pauses", type=_duration, metavar="CHANCE", help="chance of a pause in a replica's step, at times long"
+    )
+    parser.add_argument("--batch", type=_duration, metavar="SAMPLES", help="of one replica's step (default 128)")
+    parser.add_argument("--microbatches", type=_at_least_one, metavar="M", help="of one replica's step (default 8)")
+    parser.add_argument("--seconds", type=_seconds, metavar="TIME", help="a replica's step without slowness (default 1s)")
+    parser.add_argument(
+        "--exchange", type=_seconds, metavar="TIME", help="how long an exchange delays an update (default: none)"
+    )
+    parser.add_argument("--modes", type=_names, metavar="MODE,…", help="the modes to compare with exact (default: all)")
+    parser.add_argument("--allow", type=_names, metavar="KIND,…", help="kinds that may be chosen: x-order, deadline, local")
     _json(parser)
 
 

@@ -38,10 +38,8 @@ def run(options: Namespace) -> str:
             return _trace(options) if command == "trace" else _resilience(options)
         case "opt" | "schedule" as command:
             return _opt(options) if command == "opt" else _schedule(options)
-        case "reduce":
-            from adaptra.cli.reduce import run_reduce
-
-            return run_reduce(options)
+        case "reduce" | "modes" as command:
+            return _reduce(options) if command == "reduce" else _modes(options)
         case "doctor":
             found = examine()
             return as_json(found) if options.json else report(found)
@@ -53,6 +51,18 @@ def _opt(options: Namespace) -> str:
     from adaptra.cli.opt import run_opt
 
     return run_opt(options)
+
+
+def _reduce(options: Namespace) -> str:
+    from adaptra.cli.reduce import run_reduce
+
+    return run_reduce(options)
+
+
+def _modes(options: Namespace) -> str:
+    from adaptra.cli.modes import run_modes
+
+    return run_modes(options)
 
 
 def _schedule(options: Namespace) -> str:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from adaptra.collectives.choice import SumPrice
     from adaptra.planning.explaining.comparison import Comparison, Sweep
     from adaptra.planning.responses.responses import Decision
+    from adaptra.planning.synchrony.choice import ModeChoice
     from adaptra.simulation.sensitivity import EdgeSensitivity
 
 _BEST: Final = "bold"
@@ -116,6 +117,22 @@ def sums(title: str, prices: Iterable[SumPrice], width: int) -> str:
             f"{price.expected:.6g}",
             style=None if index else _BEST,
         )
+    return _text(title, table, width)
+
+
+def modes(title: str, choice: ModeChoice, width: int) -> str:
+    """Return a table with one row per synchronisation mode. Updates and times to a loss are over those of exact."""
+    table = _table("mode", "s an update", "samples", "age", "updates", "time to loss", "bits")
+    for price in choice.prices:
+        row, pace = price.to_json(choice.exact), price.pace
+        age = f"{pace.age:.3g}" + (f" ≤ {pace.most_age}" if pace.most_age else "")
+        figures = (
+            "trial" if row[name] is None else f"{'≈ ' if row['trial'] else ''}{row[name]:.3f}"
+            for name in ("updates_of_exact", "time_of_exact")
+        )
+        bits = "same" if price.is_exact else "other"
+        style = _BEST if price is choice.chosen else None
+        table.add_row(str(price.mode), f"{pace.seconds:.6g}", f"{pace.samples:.4g}", age, *figures, bits, style=style)
     return _text(title, table, width)
 
 

@@ -41,7 +41,7 @@ def test_every_documented_example_prints_what_the_document_says(folder: Path, ca
     page = Page.read(DOCUMENT)
     (case,) = page.data
     Path("slow.json").write_text(case)
-    assert len(page.examples) == 36
+    assert len(page.examples) == 37
     whole_run(folder / "runs" / "1")
     for example in page.examples:
         program, *arguments = shlex.split(example.command)
@@ -62,7 +62,7 @@ def test_every_command_is_documented() -> None:
     listed = subprocess.run([sys.executable, "-m", "adaptra.cli", "--help"], capture_output=True, text=True, check=True)
     commands = re.findall(r"^    (\w+)(?: +\S.*)?$", listed.stdout, re.MULTILINE)
     assert set(commands) == set(re.findall(r"^## (\w+)$", DOCUMENT.read_text(), re.MULTILINE)) - {"Errors"}
-    assert len(commands) == 10
+    assert len(commands) == 11
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -544,6 +544,7 @@ def test_doctor_says_what_to_install(capsys: pytest.CaptureFixture[str], monkeyp
         (["simulate", "1f1b", "slow.json", "--json"], ["torch", "sympy", "matplotlib", "rich"]),
         (["plan", "slow.json"], ["torch", "matplotlib", "rich"]),
         (["opt", "--help"], ["torch", "sympy", "matplotlib", "rich", "adaptra._C"]),
+        (["modes", "--replicas", "8", "--phi", "1000", "--json"], ["torch", "matplotlib"]),
         (["opt", "insert-comm", "1f1b", "--case", "slow.json"], ["torch", "sympy", "matplotlib", "rich"]),
     ],
 )
