@@ -91,6 +91,8 @@ class Moves:
         self._needs = Counter(message.value.part for message in messages if self._needs_own(message))
         self._sends = Counter(message.value.part for message in messages if self._is_own(message))
         self._often = {part for part, count in self._sends.items() if count > 1}
+        self._ends_ahead = {} if in_rounds else self._parts_added_ahead(messages)
+        self._to_add = deque[int]()  # parts of which one more term is there
         lanes: defaultdict[tuple[int, int | None] | None, list[tuple[TermMessage, ...]]] = defaultdict(list)
         for _, together in groupby(messages, key=lambda message: message.round if in_rounds else message):
             first, *others = together
@@ -110,6 +112,8 @@ class Moves:
         while self.left:
             self.begin(carrier)
             assert any(lane.under_way for lane in self._lanes.values()), f"no message may begin; left: {self.left}"
+            while not carrier.has_ended and self.add_ahead():
+                pass
             self.handle(*carrier.next())
 
     def begin(self, carrier: Carrier) -> None:
@@ -117,15 +121,27 @@ class Moves:
         while (lane := self._first_lane(carrier)) is not None:
             messages = lane.waiting.popleft()
             lane.under_way += len(messages)
+            if self._ends_ahead and self._asks_for_terms(messages[0]):
+                self._to_add += self._terms.parts(self._terms.bucket(messages[0].value))
             carrier.begin([(message, self._tensor(message)) for message in messages])
             for message in filter(self._needs_own, messages):
                 self._needs[message.value.part] -= 1
+
+    def add_ahead(self) -> bool:
+        """Add up the terms of one part that are there before the others. Returns whether there were such terms."""
+        while self._to_add:
+            part = self._to_add.popleft()
+            if part in self._ends_ahead and self._terms.add_ahead(part, self._ends_ahead[part]):
+                return True
+        return False
 
     def handle(self, message: TermMessage, tensor: Tensor) -> None:
         """Record a message that has ended, and its value."""
         self._lanes[self._lane(message)].under_way -= 1
         if message.destination == self._rank:
             self._terms.arrived(message.value, tensor)
+            if self._ends_ahead:
+                self._to_add.append(message.value.part)
         elif self._is_own(message):
             self._sends[message.value.part] -= 1
         bucket = self._terms.bucket(message.value)
@@ -133,6 +149,18 @@ class Moves:
         if not self.left[bucket]:
             del self.left[bucket]
             self._end(bucket)
+
+    def _parts_added_ahead(self, messages: Sequence[TermMessage]) -> dict[int, int]:
+        """Return the parts whose terms are added up before all are there, and of each the term before which that ends.
+
+        Terms and sums of terms that the replica has to send stay as they are.
+        """
+        ends = self._terms.large_parts()
+        for message in messages if ends else ():
+            part, first, end = message.value
+            if part in ends and self._needs_own(message) and not self._is_own(message):
+                ends[part] = min(ends[part], first or end)
+        return ends
 
     def _first_lane(self, carrier: Carrier) -> _MessageLane | None:
         """Return the lane whose messages may begin: of those that ask for no terms, else of all, that of the earliest round."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from adaptra.collectives.buckets import Bucket, TensorRange
 from adaptra.collectives.rounds import Value
 from adaptra.runtime.data_parallel.collectives.fold import fold
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
+
+LEAST_AHEAD_BYTES: Final = 64 * 1024
+"""The smallest part that is added ahead. The additions of a smaller one take no longer than the call for them."""
 
 
 class Terms:
@@ -109,6 +113,56 @@ class Terms:
         dtype = like.dtype if end == first + 1 else self._sum_dtype(part)
         return self._memory.take(self.size(part), dtype, like.device)
 
+    def parts(self, bucket: int) -> range:
+        """Return the parts of a bucket."""
+        return range(bucket * self._replicas, (bucket + 1) * self._replicas)
+
+    def large_parts(self) -> dict[int, int]:
+        """Return the parts of which some terms are added ahead of the last one, and that one's number; none of two terms."""
+        return {
+            part: self._replicas - 1
+            for bucket, like in enumerate(self._like if self._replicas > 2 else ())
+            for part in self.parts(bucket)
+            if self.size(part) * like.itemsize >= LEAST_AHEAD_BYTES
+        }
+
+    def add_ahead(self, part: int, end: int) -> bool:
+        """Add up the terms of a part from the first one on, as far as they are there, but none from number ``end`` on.
+
+        The sum takes the memory of an arrived value that is in it, and that of the others returns. Where no such value has the
+        sum's dtype, nothing is added. What is in the sum can't be asked for any more.
+
+        Args:
+            part: The part.
+            end: At most the number of the last term: the result replaces the own term, which may still be under way.
+
+        Returns:
+            Whether something was added.
+        """
+        held = self._held.get(part, {})
+        known = max((until for first, until in held if first == 0), default=0)
+        spans = [(0, known)] if known else []
+        for term in range(known, end):
+            is_own = term == self._rank and part // self._replicas in self._packed
+            if not is_own and (term, term + 1) not in held:
+                break
+            spans.append((term, term + 1))
+        arrived = [held[span] for span in spans if span in held]
+        dtype = self._sum_dtype(part)
+        out = next((tensor for tensor in arrived if tensor.dtype == dtype), None)
+        last = spans[-1][1] if spans else 0
+        # To add two values ahead saves a third of what it costs. That waits for a third value, unless there will be none.
+        if out is None or len(spans) < (2 if last == end else 3):
+            return False
+        fold([held[span] if span in held else self._own(part) for span in spans], out, dtype=dtype)
+        for span in spans:
+            held.pop(span, None)
+        for tensor in arrived:
+            if tensor is not out:
+                self._memory.give_back(tensor)
+        held[0, last] = out
+        return True
+
     def arrived(self, value: Value, tensor: Tensor) -> None:
         """Record a value that has arrived in the memory of :meth:`place`."""
         self._held.setdefault(value.part, {})[value.first, value.end] = tensor
@@ -119,7 +173,7 @@ class Terms:
         Raises:
             KeyError: A part has no result yet.
         """
-        for part in range(bucket * self._replicas, (bucket + 1) * self._replicas):
+        for part in self.parts(bucket):
             if self.size(part):
                 self.value(Value(part, 0, self._replicas))
         self._write(bucket, slice(0, self._slices[bucket][-1].stop))
@@ -151,7 +205,7 @@ class Terms:
             begin = end
 
     def _forget(self, bucket: int) -> None:
-        for part in range(bucket * self._replicas, (bucket + 1) * self._replicas):
+        for part in self.parts(bucket):
             for tensor in self._held.pop(part, {}).values():
                 self._memory.give_back(tensor)
         whole, _ = self._packed.pop(bucket)

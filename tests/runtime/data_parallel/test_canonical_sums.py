@@ -36,8 +36,10 @@ from adaptra.collectives.buckets import (
 )
 from adaptra.collectives.rounds import ALGORITHMS, Algorithm, TermMessage, Value, direct
 from adaptra.graph.ops.random_state import RandomKey, reference_randomness
+from adaptra.runtime.data_parallel.collectives import terms as terms_module
 from adaptra.runtime.data_parallel.collectives.carriers import TransportPosts
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
+from adaptra.runtime.data_parallel.collectives.fold import fold
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
 from adaptra.runtime.data_parallel.collectives.moves import Moves
 from adaptra.runtime.data_parallel.collectives.terms import Terms
@@ -126,19 +128,22 @@ class Wire:
         raise NotImplementedError  # the test draws what ends
 
 
-def move_in_any_order(ranks: Sequence[Moves], order: random.Random) -> None:
+def move_in_any_order(ranks: Sequence[Moves], order: random.Random) -> int:
     """Begin and end messages in a drawn order. A value is read when it arrives, and its sender knows later that it was.
 
-    With luck the messages of one rank, or all senders' knowledge, come behind all else that may happen.
+    With luck the messages of one rank, or all senders' knowledge, come behind all else that may happen. At times a rank has
+    nothing else to do than to add up. Returns how often one then did.
     """
     late, tells_late = order.choice((None, *range(len(ranks)))), order.random() < 0.5
     ends = defaultdict[tuple[int, int], Ends](lambda: (deque(), deque()))
     wires = [Wire(rank, ends, order) for rank in range(len(ranks))]
     sent: list[tuple[TermMessage, Tensor]] = []
-    idle = 0
+    idle = added = 0
     while any(rank.left for rank in ranks):
         for rank in order.sample(range(len(ranks)), len(ranks)):
             ranks[rank].begin(wires[rank])
+            while order.random() < 0.7 and ranks[rank].add_ahead():
+                added += 1
         met = [lane for lane, (sends, receives) in ends.items() if sends and receives]
         idle = 0 if met or sent else idle + 1
         assert idle < 100, f"nobody can go on: {[rank.left for rank in ranks]}"
@@ -152,10 +157,14 @@ def move_in_any_order(ranks: Sequence[Moves], order: random.Random) -> None:
         elif sent:
             message, value = sent.pop(order.randrange(len(sent)))
             ranks[message.source].handle(message, value)
+    return added
 
 
-def check_sum(case: tuple[Any, ...], made: Callable[[int], Algorithm], dtype: torch.dtype | None, *, in_rounds: bool) -> None:
-    """Compare a sum, whose messages come in an order that the case draws, with the left fold."""
+def check_sum(case: tuple[Any, ...], made: Callable[[int], Algorithm], dtype: torch.dtype | None, *, in_rounds: bool) -> int:
+    """Compare a sum, whose messages come in an order that the case draws, with the left fold.
+
+    Returns how often terms were added ahead of others.
+    """
     replicas, shapes, dtypes, limit, mean, seed = case
     algorithm = made(replicas)
     given_terms = [terms_of(replica, seed, shapes, dtypes) for replica in range(replicas)]
@@ -164,27 +173,31 @@ def check_sum(case: tuple[Any, ...], made: Callable[[int], Algorithm], dtype: to
     real = [[torch.view_as_real(one) if one.is_complex() else one for one in mine] for mine in given_terms]
     buckets = make_buckets([(one.numel(), one.element_size(), one.dtype) for one in real[0]], limit)
     ranks: list[Moves] = []
-    for rank, mine in enumerate(real):
-        terms = Terms(mine.__getitem__, mine, buckets, replicas, rank, mean, SpareMemory(), dtype)
-        messages = [
-            message
-            for message in algorithm(replicas, len(buckets) * replicas, None)
-            if rank in (message.source, message.destination) and terms.size(message.value.part)
-        ]
-        keeps_round = algorithm.keeps_round if isinstance(algorithm, AlgorithmWithout) else None
-        ranks.append(Moves(terms, messages, rank, terms.end_bucket, in_rounds=in_rounds, keeps_round=keeps_round))
-    if replicas > 1:
-        move_in_any_order(ranks, random.Random(seed))
+    memories = [SpareMemory() for _ in real]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(terms_module, "LEAST_AHEAD_BYTES", 1)
+        for rank, mine in enumerate(real):
+            terms = Terms(mine.__getitem__, mine, buckets, replicas, rank, mean, memories[rank], dtype)
+            messages = [
+                message
+                for message in algorithm(replicas, len(buckets) * replicas, None)
+                if rank in (message.source, message.destination) and terms.size(message.value.part)
+            ]
+            keeps_round = algorithm.keeps_round if isinstance(algorithm, AlgorithmWithout) else None
+            ranks.append(Moves(terms, messages, rank, terms.end_bucket, in_rounds=in_rounds, keeps_round=keeps_round))
+        added = move_in_any_order(ranks, random.Random(seed)) if replicas > 1 else 0
     for mine in given_terms:
         assert all(same_bits(one, other) for one, other in zip(mine, expected, strict=True))
+    assert not any(memory._taken for memory in memories), "all memory is back"
+    return added
 
 
 @given(cases(), algorithms, st.sampled_from((None, torch.float32)), st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_order_of_arrival_gives_the_left_fold(
     case: tuple[Any, ...], made: Callable[[int], Algorithm], dtype: torch.dtype | None, in_rounds: bool
 ) -> None:
-    check_sum(case, made, dtype, in_rounds=in_rounds)
+    assert check_sum(case, made, dtype, in_rounds=in_rounds) == 0 or not (in_rounds or case[0] < 3)
 
 
 def two_owners(replicas: int, parts: int, rank: int | None) -> Iterator[TermMessage]:
@@ -196,11 +209,120 @@ def two_owners(replicas: int, parts: int, rank: int | None) -> Iterator[TermMess
             yield TermMessage(2 * part + 1, 0, other, Value(part, 0, replicas))
 
 
-@pytest.mark.parametrize("name", [*LATE, "two owners"])
+@pytest.mark.parametrize("name", [*LATE, "direct", "chain", "two owners", "passed on"])
 def test_results_are_made_over_terms_that_nobody_needs_any_more(name: str) -> None:
+    others: dict[str, Algorithm] = {**ALGORITHMS, "two owners": two_owners, "passed on": passed_on}
+    added = 0
     for seed in range(20):
-        case = (3 + seed % 5, [(90,), (7,)], [torch.float32] * 2, 64, seed % 2 == 0, seed)
-        check_sum(case, partial(with_late_rank, name, seed) if name in LATE else lambda _: two_owners, None, in_rounds=False)
+        dtype = (torch.float32, torch.bfloat16, torch.float64)[seed % 3]
+        case = (3 + seed % 5, [(90,), (7,)], [dtype] * 2, 64, seed % 2 == 0, seed)
+        made = partial(with_late_rank, name, seed) if name in LATE else lambda _: others[name]
+        added += check_sum(case, made, None, in_rounds=False)
+    assert added > 20, "where a rank has nothing else to do"
+
+
+class Script:
+    """What brings a rank the terms of others, rank r's being 2**r everywhere, and says when there is nothing else to do.
+
+    Args:
+        rank: The rank.
+        order: The ranks as their terms arrive.
+        busy: How many of them have ended before the rank asks.
+    """
+
+    def __init__(self, rank: int, order: Sequence[int], busy: int) -> None:
+        self._rank = rank
+        self._order = deque(order)
+        self._busy = busy
+        self._begun: list[tuple[TermMessage, Tensor]] = []
+        self.log: list[str] = []
+
+    @property
+    def has_ended(self) -> bool:
+        return self._busy > 0
+
+    def begin(self, messages: Sequence[tuple[TermMessage, Tensor]]) -> None:
+        self._begun += messages
+
+    def next(self) -> tuple[TermMessage, Tensor]:
+        """Sends end first, then receives of terms, and then those of results."""
+        source = self._order[0] if self._order else -1
+        begun = {one[0].source: one for one in reversed(self._begun)}
+        message, tensor = found = begun.get(self._rank) or begun.get(source) or self._begun[0]
+        self._begun.remove(found)
+        if message.source == self._rank:
+            return message, tensor
+        is_term = message.value.end - message.value.first == 1
+        tensor.fill_(2.0**message.source if is_term else 31.0)
+        if is_term:
+            self._order.popleft()
+            self._busy -= 1
+            self.log.append(f"term {message.source}")
+        return message, tensor
+
+
+def additions(
+    order: Sequence[int],
+    patch: pytest.MonkeyPatch,
+    *,
+    busy: int = 0,
+    count: int = 1 << 18,
+    of: torch.dtype = torch.float32,
+    added_in: torch.dtype | None = None,
+) -> tuple[list[str], list[int]]:
+    """In which order rank 1 of 5 gets and adds terms, and the places for terms in use behind each addition and in the end."""
+    memory, carrier, places = SpareMemory(), Script(1, order, busy), list[int]()
+
+    def recorded(terms: Sequence[Tensor], out: Tensor, divisor: int = 1, dtype: torch.dtype | None = None) -> None:
+        fold(terms, out, divisor, dtype)
+        carrier.log.append(f"sum {out[0].item():g}")
+
+    patch.setattr(terms_module, "fold", recorded)
+    own = torch.full((count,), 2.0, dtype=of)
+    buckets = make_buckets([(count, own.element_size(), of)], own.nbytes)
+    terms = Terms([own].__getitem__, [own], buckets, 5, 1, False, memory, added_in)
+    terms_arrived = terms.arrived
+
+    def arrived(value: Value, tensor: Tensor) -> None:
+        places.append(len(memory._taken))
+        terms_arrived(value, tensor)
+
+    patch.setattr(terms, "arrived", arrived)
+    Moves(terms, [*direct(5, 5, 1)], 1, terms.end_bucket, in_rounds=False).run(carrier)
+    assert own.eq(31.0).all()
+    return carrier.log, [*places, len(memory._taken), sum(map(len, memory._spare.values()))]
+
+
+def test_terms_are_added_while_nothing_else_is_to_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    log, places = additions([3, 0, 2, 4], monkeypatch)
+    assert log == ["term 3", "term 0", "term 2", "sum 15", "term 4", "sum 31"]
+    # At each term, at the four results, in the end, and how many there were ever: none is taken for a sum.
+    assert places == [4, 4, 4, 2, *[2] * 4, 0, 4]
+    log, _ = additions([0, 2, 3, 4], monkeypatch, of=torch.bfloat16)
+    assert log == ["term 0", "term 2", "sum 7", "term 3", "sum 15", "term 4", "sum 31"]
+
+
+@pytest.mark.parametrize(
+    "how",
+    [{"busy": 4}, {"count": 1 << 10}, {"of": torch.bfloat16, "added_in": torch.float32}],
+    ids=["something else to do", "small", "the sum takes more memory than a term"],
+)
+def test_terms_are_added_at_once_elsewhere(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    log, places = additions([3, 0, 2, 4], monkeypatch, **how)
+    assert log == ["term 3", "term 0", "term 2", "term 4", "sum 31"]
+    assert places == [4, 4, 4, 4, *[4] * 4, 0, 4]
+
+
+def passed_on(replicas: int, parts: int, rank: int | None) -> Iterator[TermMessage]:
+    """Replica 0 adds all terms. It gets those of the third and later ones from the second, and passes on sums of them."""
+    for part in range(parts):
+        yield TermMessage(4 * part, 1, 0, Value(part, 1, 2))
+        for source in range(2, replicas):
+            yield TermMessage(4 * part, source, 1, Value(part, source, source + 1))
+            yield TermMessage(4 * part + 1, 1, 0, Value(part, source, source + 1))
+        yield TermMessage(4 * part + 2, 0, 2, Value(part, 0, 2))
+        for other in range(1, replicas):
+            yield TermMessage(4 * part + 3, 0, other, Value(part, 0, replicas))
 
 
 def test_buckets_are_cut_at_tensors() -> None:
@@ -244,6 +366,7 @@ def test_buckets_are_no_smaller_than_what_a_processor_handles_well() -> None:
 def sum_in_processes(rank: int) -> list[str]:
     """Groups of 1 to 4 ranks, each with every algorithm, and over transports of all ranks."""
     dist.init_process_group("gloo")
+    terms_module.LEAST_AHEAD_BYTES = 1  # pyright: ignore[reportAttributeAccessIssue] - a constant elsewhere
     wrong: list[str] = []
     transports = {name: create_transport(name) for name in ("c10d", "delegate")}
     shapes: list[tuple[int, ...]] = [(3,), (), (70, 50), (20_001,), (0,), (7, 2, 3)]
