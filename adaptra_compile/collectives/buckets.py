@@ -99,12 +99,11 @@ def make_buckets(tensors: Sequence[tuple[int, int, Hashable]], limit: int) -> li
         if shared != kind or used + count * width > limit:
             close()
         kind = shared
-        most = max(1, limit // width)
-        for begin in range(0, count, most):
-            end = min(count, begin + most)
-            current.append(TensorRange(number, begin, end))
-            used += (end - begin) * width
-            if count > most:
+        pieces = _cut(number, count, max(1, limit // width))
+        for piece in pieces:
+            current.append(piece)
+            used += (piece.end - piece.begin) * width
+            if len(pieces) > 1:
                 close()
     close()
     return buckets
@@ -137,15 +136,19 @@ def make_owned_buckets(
         if shared != kind:
             close()
         kind = shared
-        most = max(1, most_bytes // width)
-        for begin in range(0, count, most):
-            end = min(count, begin + most)
-            if used[owner] and used[owner] + (end - begin) * width > most_bytes:
+        for piece in _cut(number, count, max(1, most_bytes // width)):
+            nbytes = (piece.end - piece.begin) * width
+            if used[owner] and used[owner] + nbytes > most_bytes:
                 close()
-            parts[owner].append(TensorRange(number, begin, end))
-            used[owner] += (end - begin) * width
+            parts[owner].append(piece)
+            used[owner] += nbytes
     close()
     return buckets
+
+
+def _cut(tensor: int, count: int, most: int) -> list[TensorRange]:
+    """Return a tensor of ``count`` elements in pieces of at most ``most``."""
+    return [TensorRange(tensor, begin, min(count, begin + most)) for begin in range(0, count, most)]
 
 
 def part_of(count: int, parts: int, index: int) -> slice:

@@ -33,14 +33,13 @@ class Accumulators:
         """Begin a step's sums from the gradients of earlier steps, and discard the remains of an interrupted one.
 
         Args:
-            aside: The names of parameters whose sums begin from nothing.
-            earlier: The gradients of earlier steps, or None for those in ``grad``.
+            aside: The names of parameters whose sums begin from nothing, where those of others begin from ``grad``.
+            earlier: The gradients from which sums begin instead. Those of other parameters begin from nothing.
         """
         if earlier is None:
             gradients = {name: one.grad for name, one in self.parameters.items() if name not in aside}
-        else:
-            gradients = {name: one for name, one in earlier.items() if name not in aside}
-        self._earlier = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+            earlier = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        self._earlier = earlier
         self._sums = {}
 
     def begin_as(self, other: Accumulators | None) -> None:
