@@ -38,7 +38,7 @@ def sum_schedule(name: str, ranks: int, parts: int, late: tuple[int, ...] = ()) 
 class AlgorithmWithout:
     """An algorithm for given ranks that own nothing, as the engine takes it.
 
-    Replicas that add in other ways name it, see :func:`adaptra.runtime.data_parallel.collectives.openings.name_of`.
+    Replicas that add in other ways name it, see :func:`adaptra.runtime.data_parallel.collectives.sum_names.name_of`.
 
     Attributes:
         name: A name in :data:`LATE`.

@@ -88,13 +88,13 @@ class Replicas:
     """
 
     def __init__(self, world: World, worker: WorkerId, name: str, device: torch.device, backend: str | None = None) -> None:
-        self.index, self._place = world.seat(worker)
+        self.index, place = world.seat(worker)
         self._world = world
         self._gradients_on = device
-        self._column = world.column(self._place)
+        self._column = world.column(place)
         self.count = len(self._column)
         self._groups: tuple[dist.ProcessGroup, ...] = tuple(
-            new_group(Members(f"{name}/stage {self._place}{part}", self.index, self.count), backend)
+            new_group(Members(f"{name}/stage {place}{part}", self.index, self.count), backend)
             for part in (("", " aside") if self.count > 1 else ())
         )
         self.link: Link | None = None
@@ -109,7 +109,8 @@ class Replicas:
 
     def carry_over(self, transport: Transport) -> None:
         """Have gradients on hosts carried by the transport of all workers, from the next :meth:`add_by` on."""
-        self._over = TransportPosts(transport, self._column, self._place)
+        _, place = self._world.seat(WorkerId(transport.rank))
+        self._over = TransportPosts(transport, self._column, place)
 
     def add_by(self, algorithm: Algorithm, *, limit: int | None, dtype: torch.dtype | None) -> None:
         """Set how sums are computed from now on; arguments are those of :class:`.collectives.engine.GroupSum`."""

@@ -71,8 +71,9 @@ def term(number: int, sender: int, specs: tuple[TensorSpec, ...] = LARGE) -> Ide
 
 
 def brings_parts_of_sums_to_where_they_belong(transport: Transport) -> None:
-    """More at a time than there are slots, large and small, both ways, beside bulk messages of the same layout; each once, and
-    to the memory that its receiver gave for it.
+    """More at a time than there are slots, large and small, both ways, beside bulk messages of the same layout.
+
+    Each comes once, to the memory that its receiver gave for it.
     """
     if transport.rank > 1:
         return

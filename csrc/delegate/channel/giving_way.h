@@ -9,7 +9,7 @@
 
 namespace adaptra::delegate {
 
-// Bulk messages, and those of sums, give way to all others of the engine: while one of those is under way, no bulk chunk is
+// Bulk messages, and those of sums, give way to all others of the engine. While one of those is under way, no bulk chunk is
 // posted. But on a long link some are under way all the time, though they leave the port idle for most of it. A training step
 // whose bulk messages never went would hang. So one chunk at a time is let through. It is followed by a pause of seven times
 // the time that it took to leave. Bulk messages thus get an eighth of a port that others could fill, whatever its rate, and
