@@ -1,8 +1,9 @@
 """Steps of a job whose hosts have one limited port each, where one replica is late: sums that the job chooses, beside direct.
 
-Each replica is one host and one stage. Ops take what ``--op-ms`` says, those of the late replica longer in between. Both kinds
-of sums train in turn, in the same processes. Compared are the medians of healthy steps, of late ones once the job can have
-chosen, and of those after that. The hosts need root, see ``tests/links/``.
+Each replica is one host and one stage. Ops take what ``--op-ms`` says, those of the late replica longer in between. With
+``--narrow`` its port is slower in between instead. Both kinds of sums train in turn, in the same processes. Compared are the
+medians of healthy steps, of late ones once the job can have chosen, and of those after that. The hosts need root, see
+``tests/links/``.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from _ranks import run_on_hosts, small_problem, timed_in_a_row
+from _ranks import change_links, run_on_hosts, small_problem, timed_in_a_row
 from _table import Row, parser, print_rows
 from torch import nn
 
@@ -30,8 +31,14 @@ def linear(width: int) -> nn.Module:
     return nn.Linear(width, width, bias=False)
 
 
-def measure(rank: int, width: int, op_seconds: float, delay: float, late: int, steps: int) -> dict[str, Any]:
-    """Seconds of all steps and the events of other ways, by algorithm; and sums of gradients."""
+def measure(
+    rank: int, width: int, op_seconds: float, delay: float, late: int, steps: list[int], ports: list[str]
+) -> dict[str, Any]:
+    """Seconds of all steps and the events of other ways, by algorithm; and sums of gradients.
+
+    ``ports`` are the changes of a link before the unhealthy steps, and behind them.
+    """
+    unhealthy, after = steps
     problem = small_problem(1, 1, width, make=linear)
     batch: Any = problem["example_inputs"]
     found: dict[str, Any] = {}
@@ -41,14 +48,18 @@ def measure(rank: int, width: int, op_seconds: float, delay: float, late: int, s
             adapt=False,
             emulate=adaptra.EmulatedDevice(op_seconds, op_seconds, op_seconds),
             # F, I and W each take a third of the delay longer.
-            faults=[f"slow {late}.0 {1e3 * delay / 3:.3f}ms @{HEALTHY}..{HEALTHY + steps}"],
+            faults=[f"slow {late}.0 {1e3 * delay / 3:.3f}ms @{HEALTHY}..{HEALTHY + unhealthy}"] if not ports else (),
             reduce=adaptra.Reduce(algorithm=algorithm),
             on_event=events.append,
         )
         with adaptra.compile(**problem, options=options) as pipe:
             for one in pipe.parameters():
                 one.grad = None  # of the other kind of sums, which had the same parameters
-            seconds = timed_in_a_row(partial(pipe.step, *batch), HEALTHY + 2 * steps, 0)
+            seconds: list[float] = []
+            for index, count in enumerate((HEALTHY, unhealthy, after)):
+                if ports and index:
+                    change_links(ports[index - 1])
+                seconds += timed_in_a_row(partial(pipe.step, *batch), count, 0)
             gradients = [one.grad for one in pipe.parameters() if one.grad is not None]
         ways = [(one.step, one.text) for one in events if one.kind is EventKind.LATE]
         # Nothing has emptied ``grad`` between the steps, so it is the sum of all of them.
@@ -66,6 +77,7 @@ def main() -> int:
     arguments.add_argument("--rate", type=float, default=25.0, help="of each port each way, MB/s")
     arguments.add_argument("--op-ms", type=float, default=20.0, help="duration of F, of I and of W, milliseconds")
     arguments.add_argument("--steps", type=int, default=15, help="with a late replica, and as many behind")
+    arguments.add_argument("--narrow", type=float, metavar="PART", help="that replica's port has a part of --rate instead")
     given = arguments.parse_args()
     if given.replicas < 3 or given.steps <= STEPS_IN_A_ROW + 2 or not 0 <= given.late < given.replicas:
         arguments.error(f"expected three replicas or more, one of them late, and more than {STEPS_IN_A_ROW + 2} steps")
@@ -73,16 +85,19 @@ def main() -> int:
     width = round((given.megabytes * 1e6 / 4) ** 0.5)
     shortest = 4 * width**2 / (given.rate * 1e6)
     ports = [f"{host} rate={given.rate:g}MB" for host in range(given.replicas)]
-    how = width, given.op_ms / 1e3, 2 * shortest, given.late, given.steps
+    changes = [] if given.narrow is None else [f"{given.late} rate={given.rate * part:g}MB" for part in (given.narrow, 1)]
+    # Sums round a narrow port don't tell that it is wide again: many of them go before links are measured.
+    after = given.steps if given.narrow is None else 3 * given.steps
+    how = width, given.op_ms / 1e3, 2 * shortest, given.late, [given.steps, after], changes
     found = run_on_hosts(measure, given.replicas, ports, *how, steady=True)
     direct, auto = (found[name]["seconds"] for name in ("direct", "auto"))
-    chosen, back = HEALTHY + STEPS_IN_A_ROW, HEALTHY + given.steps + STEPS_IN_A_ROW + 2
+    chosen, back = HEALTHY + STEPS_IN_A_ROW, len(direct) - given.steps + STEPS_IN_A_ROW + 2
     rows = [
         Row(name, median(auto[begin:end]), median(direct[begin:end]), "s", end - begin)
         for name, begin, end in (
             ("healthy step", 2, HEALTHY),
             ("step with a late replica", chosen, HEALTHY + given.steps),
-            ("step after that", back, HEALTHY + 2 * given.steps),
+            ("step after that", back, len(direct)),
         )
     ]
     steps = [step + 1 for step, _ in found["auto"]["ways"]]
@@ -95,7 +110,8 @@ def main() -> int:
     ]
     for _, text in found["auto"]["ways"]:
         print(text, file=sys.stderr)
-    title = f"{given.replicas} replicas, {given.megabytes:g} MB, ports of {given.rate:g} MB/s, replica {given.late} late"
+    what = "late" if given.narrow is None else f"with {given.narrow:g} of it"
+    title = f"{given.replicas} replicas, {given.megabytes:g} MB, ports of {given.rate:g} MB/s, replica {given.late} {what}"
     print_rows(title, rows, baseline="direct, or bar", as_json=given.json)
     return 0
 

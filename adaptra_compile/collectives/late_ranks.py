@@ -7,7 +7,9 @@ A rank is late once it has arrived behind all that are not, in each of a few ste
 rounds of all algorithms are played. Another one is taken only if two steps gain what one loses where nobody is late. It is
 left once its late ranks have come earlier than that loss in each of a few steps.
 
-Narrow ports are known from the start. Their ranks own nothing as long as nobody is late, if that pays.
+The ranks of narrow ports own nothing as long as nobody is late, if that pays. Ports are measured at the start, and again once
+sums have taken another time than before in each of a few steps. In a sum itself all messages share the ports, and end together.
+Sums round a narrow port take hardly less where it is wide again. So then ports are measured now and then.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import sub
 from statistics import median, median_high
 from typing import Final
 
@@ -37,6 +40,12 @@ Such changes of normal noise are as large as its standard deviation.
 
 REMEMBERED: Final = 32
 """The number of steps whose changes are noise."""
+
+OTHER_SECONDS: Final = 1.3
+"""Ports are measured again where sums take so many times as long, or as short. One of eight ports at half rate doubles them."""
+
+PROBES_SHARE: Final = 100
+"""With a narrow port so many times the bytes of a measurement leave a port in sums before the next one."""
 
 LEAST_REMEMBERED: Final = 8
 """Before so many changes nothing is known of noise, and nobody is late. A job's first steps differ by other reasons, too."""
@@ -93,13 +102,15 @@ class LateRanks:
         ports: The ports of the ranks, as measured, at least three: of two neither can do the other's part.
         memory: The most bytes of terms that a rank may hold until a late one arrives.
         bucket: The bytes of a bucket; None for what suits each algorithm.
+        probed: The bytes that leave a port to measure its links.
 
     Attributes:
         choice: How the next sum is made.
+        asks: Whether all ranks are to measure their ports now, for :meth:`measured`.
         digest: A number below 2**32, equal on ranks that have decided alike and from the same arrivals.
     """
 
-    def __init__(self, nbytes: int, ports: Ports, memory: int, bucket: int | None = None) -> None:
+    def __init__(self, nbytes: int, ports: Ports, memory: int, bucket: int | None = None, probed: int = 0) -> None:
         sum_equations()  # built here, not in a step
         ranks = ports.ranks
         self._nbytes = nbytes
@@ -111,8 +122,12 @@ class LateRanks:
         self._relative: tuple[float, ...] = ()
         self._changes: tuple[deque[float], ...] = tuple(deque[float](maxlen=REMEMBERED) for _ in range(ranks))
         self._priced: dict[tuple[float, ...], list[tuple[SumWay, float]]] = {}
+        self._took: deque[float] = deque(maxlen=REMEMBERED)
+        self._sums_between = max(REMEMBERED, math.ceil(PROBES_SHARE * probed / (2 * nbytes)))
+        self._sums_left = self._sums_between
         self._usual = self._without_late_ranks()
         self.choice = self._usual
+        self.asks = False
         self.digest = zlib.crc32(repr((nbytes, ports, memory, bucket)).encode())
 
     def __str__(self) -> str:
@@ -131,8 +146,13 @@ class LateRanks:
         held, whom = size_text(self.held_bytes(way)), "replica with a narrow port" if way.has_lanes else "late replica"
         return f"{text}; where {where} it takes {wrong}; up to {held} wait for a {whom}"
 
-    def observe(self, arrivals: Sequence[float]) -> None:
-        """Take when each rank began the sum of a step, in seconds on one clock, and decide how the next one is made."""
+    def observe(self, arrivals: Sequence[float], took: float = 0.0) -> None:
+        """Take a step's sum, and decide how the next one is made.
+
+        Args:
+            arrivals: When each rank began it, in seconds on one clock.
+            took: The seconds that it took the last one to arrive.
+        """
         first, middle = min(arrivals), median(arrivals)
         relative, before = tuple(one - middle for one in arrivals), self._relative
         if before:
@@ -146,8 +166,38 @@ class LateRanks:
             if late and max(map(partial(_behind, late), self._latest)) < choice.wrong_guess:
                 choice = replace(self._usual, lateness=choice.lateness)
             choice = self._decide(choice)
+        self.asks = choice.way == self.choice.way == self._usual.way and self._is_time_to_ask(took)
+        if choice.way != self.choice.way:
+            self._took.clear()
         self.choice = choice
-        self.digest = zlib.crc32(repr((self.digest, arrivals, choice.way)).encode())
+        self.digest = zlib.crc32(repr((self.digest, arrivals, took, choice.way)).encode())
+
+    def measured(self, ports: Ports) -> None:
+        """Take the ports as they are now, and decide how the next sum is made."""
+        was_usual, self._ports = self.choice.way == self._usual.way, ports
+        self._priced.clear()
+        self._took.clear()
+        self._sums_left = self._sums_between
+        self._usual = self._without_late_ranks()
+        if was_usual:
+            self.choice = replace(self._usual, lateness=self.choice.lateness)
+        self.asks = False
+        self.digest = zlib.crc32(repr((self.digest, ports, self.choice.way)).encode())
+
+    def _is_time_to_ask(self, took: float) -> bool:
+        """Record the seconds of a sum without late ranks. Return whether a few of them differ alike from those before, or many
+        have gone round a narrow port.
+        """
+        self._sums_left -= bool(self._usual.way.late)
+        if self._sums_left <= 0:
+            return True
+        self._took.append(took)
+        before, latest = [*self._took][:-STEPS_IN_A_ROW], [*self._took][-STEPS_IN_A_ROW:]
+        if len(before) < LEAST_REMEMBERED:
+            return False
+        usual, noise = median(before), median(map(abs, map(sub, before[1:], before)))
+        longer = min(latest) > max(OTHER_SECONDS * usual, usual + NOISES * noise)
+        return longer or max(latest) < min(usual / OTHER_SECONDS, usual - NOISES * noise)
 
     @property
     def _noise(self) -> float:

@@ -3,8 +3,8 @@
 No message is added. The times need no common clock. All replicas have the combined losses of a step within a message of each
 other. Each counts from then until it begins its next sum. Between are its forwards and backwards, and what its user does.
 
-With its time each replica tells the digest of what it decides from. So all replicas know before they use a decision that it is
-the same on all of them.
+With its time each replica tells how long its sum took, and the digest of what it decides from. So all replicas know before they
+use a decision that it is the same on all of them.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Arrivals:
         self._now = now
         self._met: float | None = None
         self._began: float | None = None
+        self._took = 0.0
         self.last: SumChoice | None = None
         self._set(late.choice.way)
 
@@ -58,23 +59,24 @@ class Arrivals:
         """As described by the class."""
         return self._late.choice
 
-    def begin(self, at: float) -> None:
-        """Take the time at which this replica began the sum of a step."""
-        self._began = at
+    def take(self, began: float, ended: float) -> None:
+        """Take the times at which this replica began and ended the sum of a step."""
+        self._began, self._took = began, ended - began
 
     def told(self) -> Tensor:
-        """Return what this replica tells the others, for a sum over all: (3, replicas), zeros but for its own column.
+        """Return what this replica tells the others, for a sum over all: (4, replicas), zeros but for its own column.
 
-        It has the seconds from the last meeting to the begin of the sum, and the halves of the digest.
+        It has the seconds from the last meeting to the begin of the sum, those of the sum, and the halves of the digest.
         """
-        own = torch.zeros(3, self._replicas.count)
+        own = torch.zeros(4, self._replicas.count)
         since = 0.0 if self._met is None or self._began is None else self._began - self._met
         digest = self._late.digest
-        own[:, self._replicas.index] = torch.tensor([since, float(digest >> _HALF), float(digest % (1 << _HALF))])
+        column = [since, self._took, float(digest >> _HALF), float(digest % (1 << _HALF))]
+        own[:, self._replicas.index] = torch.tensor(column)
         return own
 
     def meet(self, told: Tensor, *, mean: bool) -> None:
-        """Take what all replicas have told, and set how the next sum is made.
+        """Take what all replicas have told, and set how the next sum is made. At times they measure their links for it.
 
         Args:
             told: The sum of :meth:`told` over them.
@@ -82,16 +84,22 @@ class Arrivals:
 
         Raises:
             ControlError: A replica decides from something else; names it.
+            PeerLostError: Another replica has failed.
         """
         is_first, self._met = self._met is None, self._now()
         scale = self._replicas.count if mean else 1
-        arrivals, *halves = ([scale * one for one in row] for row in told.tolist())
+        arrivals, seconds, *halves = ([scale * one for one in row] for row in told.tolist())
         digests = [(round(high) << _HALF) + round(low) for high, low in zip(*halves, strict=True)]
         self._require_one(digests)
         if is_first:
             return
         before = self._late.choice
-        self._late.observe(arrivals)
+        self._late.observe(arrivals, min(seconds))
+        if self._late.asks:
+            self._replicas.measure()
+            assert self._replicas.ports is not None, "they were measured before"
+            self._late.measured(self._replicas.ports)
+            self._met = self._now()
         self.last = replace(self.choice, way=before.way, wrong_guess=before.wrong_guess)
         if self.choice.way != before.way:
             self._set(self.choice.way)

@@ -26,7 +26,7 @@ from adaptra.runtime.data_parallel.collectives.carriers import TransportPosts
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 from adaptra.runtime.devices.read_later import ReadLater, moved_to
 from adaptra.runtime.transports.base import Transport
-from adaptra.runtime.transports.link_probe import measure_links
+from adaptra.runtime.transports.link_probe import BULK_BYTES, ROUND_TRIPS, measure_links
 from adaptra.runtime.transports.process_groups import (
     Members,
     broken_peer,
@@ -41,6 +41,9 @@ from adaptra.simulation.links import Link
 
 MEASURED_ROUNDS: Final = 3
 """The number of other replicas to which each one measures its link. So many replicas start no later than few."""
+
+MEASURED_BYTES: Final = MEASURED_ROUNDS * ROUND_TRIPS * BULK_BYTES
+"""The bytes that leave each port meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from adaptra.collectives.algorithms import LATE
-from adaptra.collectives.late_ranks import LEAST_REMEMBERED, PAYING_STEPS, LateRanks
+from adaptra.collectives.late_ranks import LEAST_REMEMBERED, PAYING_STEPS, REMEMBERED, STEPS_IN_A_ROW, LateRanks
 from adaptra.collectives.ports import Ports, measured_ports
 from adaptra.simulation.links import Link
 
@@ -189,3 +189,62 @@ def test_noise_changes_nothing_beside_a_narrow_port() -> None:
     for _ in range(2000):
         decision.observe([_skewed(chance, rank) for rank in range(5)])
         assert decision.choice.way == usual
+
+
+def narrow_to(ranks: int, narrow: int, times: float = 2.0) -> Ports:
+    links = {(one, other): LINK for one in range(ranks) for other in range(one)}
+    return measured_ports({pair: Link(LINK.latency, LINK.per_byte * (times if narrow in pair else 1)) for pair in links}, ranks)
+
+
+def observed(decision: LateRanks, chance: random.Random, took: float, steps: int, noise: float = 0.05) -> list[bool]:
+    """Whether the decision asks for the ports after each of some sums of noisy seconds."""
+    asked: list[bool] = []
+    for _ in range(steps):
+        decision.observe(arrivals(8, (), 0.0, chance), took * chance.lognormvariate(0.0, noise))
+        asked.append(decision.asks)
+    return asked
+
+
+@pytest.mark.parametrize("narrow", [0, 3, 7])
+def test_a_port_that_turns_narrow_is_measured_after_three_sums_and_again_until_it_is_wide(narrow: int) -> None:
+    decision, chance = LateRanks(NBYTES, alike(8, LINK), NBYTES, None, probed=1 << 20), random.Random(narrow)
+    assert not any(observed(decision, chance, 1.2, 20))
+    assert observed(decision, chance, 2.4, STEPS_IN_A_ROW) == [False, False, True]
+    decision.measured(narrow_to(8, narrow))
+    assert (decision.choice.way.algorithm, decision.choice.way.late, decision.choice.way.narrow) == (
+        "streamed",
+        (narrow,),
+        (narrow,),
+    )
+    way = decision.choice.way
+    asked = observed(decision, chance, 1.5, 100)
+    assert asked.index(True) >= REMEMBERED - 1, "sums don't tell that it is wide again, so ports are measured now and then"
+    decision.measured(narrow_to(8, narrow))
+    assert decision.choice.way == way, "it is still narrow"
+    decision.measured(alike(8, LINK))
+    assert decision.choice.way.algorithm == "direct"
+    assert not any(observed(decision, chance, 1.2, 200))
+
+
+def test_sums_that_all_take_longer_have_ports_measured_once() -> None:
+    decision, chance = LateRanks(NBYTES, alike(8, LINK), NBYTES, None, probed=1 << 20), random.Random(1)
+    observed(decision, chance, 1.2, 20)
+    assert any(observed(decision, chance, 3.0, STEPS_IN_A_ROW))
+    decision.measured(alike(8, Link(LINK.latency, 2.5 * LINK.per_byte)))
+    assert decision.choice.way.algorithm == "direct"
+    assert not any(observed(decision, chance, 3.0, 200))
+
+
+@pytest.mark.parametrize("noise", [0.02, 0.3])
+def test_noise_has_no_ports_measured(noise: float) -> None:
+    """Two hours of steps of a second."""
+    decision, chance = LateRanks(NBYTES, alike(8, LINK), NBYTES, None, probed=1 << 20), random.Random(2)
+    assert sum(observed(decision, chance, 0.5, 7200, noise)) == 0
+
+
+def test_ports_are_measured_for_no_late_rank() -> None:
+    decision, chance = LateRanks(NBYTES, alike(8, LINK), NBYTES, None, probed=1 << 20), random.Random(3)
+    observed(decision, chance, 1.2, 20)
+    for _ in range(40):
+        decision.observe(arrivals(8, (2,), 0.7, chance), 3.0)
+        assert not decision.asks

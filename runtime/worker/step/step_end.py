@@ -18,6 +18,7 @@ from adaptra.collectives.late_ranks import LateRanks, SumChoice
 from adaptra.collectives.rounds import ALGORITHMS
 from adaptra.runtime.data_parallel.accumulators import Accumulators
 from adaptra.runtime.data_parallel.arrivals import Arrivals
+from adaptra.runtime.data_parallel.gradient_averaging import MEASURED_BYTES
 from adaptra.runtime.data_parallel.gradient_sum import GradientSum
 from adaptra.runtime.data_parallel.shards import Shards
 from adaptra.runtime.devices.device_clock import Mark
@@ -162,7 +163,7 @@ class AllAtOnce:
             is_seen = all(one.is_cpu for one in parameters.values())
             if reduce.is_auto and replicas.ports is not None and is_seen and replicas.count > 2 and nbytes:
                 memory = nbytes if reduce.memory is None else reduce.memory
-                late_ranks = LateRanks(nbytes, replicas.ports, memory, reduce.bucket)
+                late_ranks = LateRanks(nbytes, replicas.ports, memory, reduce.bucket, MEASURED_BYTES)
                 self._arrivals = Arrivals(replicas, late_ranks)
             self._sum = GradientSum(replicas, self.sums, late, bucket, losses.reduction is Reduction.MEAN, mark)
 
@@ -234,10 +235,10 @@ class AllAtOnce:
             PeerLostError: Another replica has failed.
         """
         if self._sum is not None:
-            began, *ended = self._sum.end_step()
-            self._monitor.reduce(began, *ended)
+            began, ended, nbytes = self._sum.end_step()
+            self._monitor.reduce(began, ended, nbytes)
             if self._arrivals is not None:
-                self._arrivals.begin(began)
+                self._arrivals.take(began, ended)
 
     def certify(self, contribution: Contribution) -> Certificate:
         """Combine the losses of all replicas, which have all contributed.

@@ -40,6 +40,7 @@ LINK = Link(1e-4, 5e-8)
 FIRST_LATE = LEAST_REMEMBERED + 2
 WELL_AGAIN = FIRST_LATE + 5
 STEPS = WELL_AGAIN + 6
+STATED, TURNS_NARROW, NARROW = 56, 50, 2
 
 
 OTHER_WAYS = (
@@ -123,9 +124,17 @@ def test_a_job_adds_round_a_late_replica_and_no_bit_differs(tmp_path: Path) -> N
     assert all(one.choice is not None and "by direct" in one.choice for one in timeline.reduces)
 
 
+def with_a_narrow_port(*_: object) -> dict[tuple[int, int], Link]:
+    return {pair: Link(LINK.latency, LINK.per_byte * (2 if NARROW in pair else 1)) for pair in ((0, 1), (0, 2), (1, 2))}
+
+
 def add_with_arrivals(rank: int) -> list[Any]:
-    """Sums of gradients and losses whose replicas come at stated times, until the last replica decides from other arguments."""
+    """Sums of gradients and losses whose replicas come at stated times, until the last replica decides from other arguments.
+
+    In the last steps they take longer, as one port has turned narrow.
+    """
     dist.init_process_group("gloo")
+    gradient_averaging.measure_links = with_a_narrow_port
     replicas = Replicas(World.of_roles(Roles.initial(REPLICAS, 1)), WorkerId(rank), "test", HOST)
     replicas.add_by(direct, limit=1 << 18, dtype=None)
     size, clock, found = 300_001, [0.0], []
@@ -135,7 +144,7 @@ def add_with_arrivals(rank: int) -> list[Any]:
         return Arrivals(replicas, LateRanks(16 << 20, measured_ports({(0, 1): LINK}, REPLICAS), memory), lambda: clock[0])
 
     arrivals = arrivals_with(16 << 20)
-    for step in range(40):
+    for step in range(STATED):
         late = 0 if 14 <= step < 20 else 2 if 20 <= step < 26 else 1 if 26 <= step < 32 else None
         own = [torch.randn(size, generator=made), torch.randn(7, 3, generator=made)]
         expected = [one.clone() for one in own]
@@ -143,14 +152,15 @@ def add_with_arrivals(rank: int) -> list[Any]:
         for number, one in enumerate(own):
             dist.all_gather([each[number] for each in everyone], one)
         expected = [(everyone[0][number] + everyone[1][number] + everyone[2][number]) / REPLICAS for number in range(len(own))]
-        arrivals.begin(clock[0] + (2.0 if rank == late else 1.0))
+        began = clock[0] + (2.0 if rank == late else 1.0)
+        arrivals.take(began, began + (1.5 if step >= TURNS_NARROW else 0.5))
         replicas.combine_gradients(own, own.__getitem__)
         told = arrivals.told()
         replicas.combine_losses(torch.ones(2), beside=[told])
         clock[0] += 3.0
         way = arrivals.choice.way
         arrivals.meet(told, mean=True)
-        found.append((way.algorithm, way.late, all(map(torch.equal, own, expected))))
+        found.append((way.algorithm, way.late, way.narrow, all(map(torch.equal, own, expected))))
     other = arrivals_with((8 << 20) if rank == 2 else 16 << 20)
     told = other.told()
     replicas.combine_losses(torch.ones(2), beside=[told])
@@ -168,10 +178,11 @@ def test_replicas_decide_alike_from_the_arrivals_that_they_tell_and_refuse_anoth
     errors = [found.pop() for found in results]
     assert results[0] == results[1] == results[2]
     assert all(is_equal for *_, is_equal in results[0]), "each sum is the left fold, to the bit"
-    late = [late for _, late, _ in results[0]]
+    late = [late for _, late, *_ in results[0]]
     assert late[:17] == [()] * 17
     assert (late[17:20], late[23:26], late[29:32]) == ([(0,)] * 3, [(2,)] * 3, [(1,)] * 3)
-    assert late[35:] == [()] * 5
+    assert late[35 : TURNS_NARROW + 3] == [()] * (TURNS_NARROW - 32)
+    assert [way[:3] for way in results[0][TURNS_NARROW + 3 :]] == [("streamed", (NARROW,), (NARROW,))] * 3
     assert {name for name, *_ in results[0]} - {"direct"} <= {*LATE}
     for error in errors:
         check_documented(ControlError.__name__, error, OTHER_WAYS)
