@@ -273,14 +273,18 @@ class LateRanks:
         return case.price(way).seconds if self._ports.ranks <= _MOST_RANKS else case.expected(way)
 
     def _in_buckets(self, way: SumWay) -> SumWay:
-        """Return a way with a number of parts that buckets have; direct stays as it is."""
+        """Return a way with a number of parts that buckets have; direct stays as it is.
+
+        The number of buckets is a power of two. So there are few sizes of messages, for each of which a transport keeps memory.
+        """
         ranks = self._ports.ranks
         if way == self._direct:
             return way
         if self._bucket is not None:
             return replace(way, parts=ranks * math.ceil(self._nbytes / self._bucket))
         most = max(1, self._nbytes // LEAST_BYTES)
-        return replace(way, parts=ranks * min(most, max(1, round(way.parts / ranks))))
+        buckets = min(most, max(1.0, way.parts / ranks))
+        return replace(way, parts=ranks << min(round(math.log2(buckets)), most.bit_length() - 1))
 
     def _delays(self) -> tuple[float, ...]:
         """Return the seconds by which each rank is late, at least, in the latest steps; all 0 if none is."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from adaptra.collectives.algorithms import LATE
+from adaptra.collectives.buckets import LEAST_BYTES
 from adaptra.collectives.late_ranks import LEAST_REMEMBERED, PAYING_STEPS, REMEMBERED, STEPS_IN_A_ROW, LateRanks
 from adaptra.collectives.ports import Ports, measured_ports
 from adaptra.simulation.links import Link
@@ -248,3 +249,15 @@ def test_ports_are_measured_for_no_late_rank() -> None:
     for _ in range(40):
         decision.observe(arrivals(8, (2,), 0.7, chance), 3.0)
         assert not decision.asks
+
+
+def test_choices_for_all_delays_have_few_sizes_of_messages() -> None:
+    """The delegate keeps memory for each size."""
+    sizes: set[int] = set()
+    for delay in (0.01 * 1.1**power for power in range(60)):
+        decision, chance = decided(5), random.Random(5)
+        for step in range(WELL + LATER):
+            decision.observe(arrivals(5, (1,) if step >= WELL else (), delay, chance))
+        sizes.add(decision.bucket_of(decision.choice.way))
+    assert 1 < len(sizes) <= 1 + (NBYTES // LEAST_BYTES).bit_length()
+    assert all(one % NBYTES == 0 or NBYTES % one == 0 for one in sizes)
