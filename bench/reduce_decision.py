@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 
 from _table import Row, parser, print_rows
+from rich.console import Console
+from rich.progress import track
 
 from adaptra.collectives.choice import SumCase, SumWay
 from adaptra.collectives.ports import Ports
@@ -98,7 +100,7 @@ def decision_rows(count: int, seed: int, most: int) -> Iterator[Row]:
     below: list[float] = []
     gaps: list[float] = []
     seconds: list[float] = []
-    for _ in range(count):
+    for _ in track(range(count), "random cases", console=Console(stderr=True)):
         case = random_case(chance, most)
         last = max(case.ports.arrivals)
         started = time.process_time()
