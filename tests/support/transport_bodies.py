@@ -245,7 +245,7 @@ def refuses_another_bulk_message(transport: Transport) -> None:
 
 
 def refuses_another_part_of_a_sum(transport: Transport) -> None:
-    """Parts of sums are matched by what is in them, too, and one that is refused is written nowhere."""
+    """Parts of sums are matched by what is in them, too."""
     sent, expected = term(4, 0), replace(term(4, 0), span=(0, 2))
     if transport.rank == 0:
         transport.send(1, sent, make(sent))
