@@ -227,7 +227,7 @@ def choice_to_json(choice: SumChoice) -> dict[str, Any]:
     return {
         "algorithm": choice.way.algorithm,
         "late": [*choice.way.late],
-        "narrow": [*choice.way.narrow],
+        **({"narrow": [*choice.way.narrow]} if choice.way.narrow else {}),
         "parts": choice.way.parts,
         "lateness": [*choice.lateness],
         "seconds": dict(choice.seconds),
@@ -243,7 +243,7 @@ def read_choice(data: object) -> SumChoice:
     """
     fields = Fields(data, "how a sum was made")
     parts = fields.whole("parts", at_least=1)
-    way = SumWay(fields.text("algorithm", at_most=16), fields.wholes("late"), parts, fields.wholes("narrow"))
+    way = SumWay(fields.text("algorithm", at_most=16), fields.wholes("late"), parts, fields.wholes("narrow", ()))
     lateness = fields.numbers("lateness", len(fields.items("lateness")))
     choice = SumChoice(way, lateness, tuple(fields.numbers_by_name("seconds").items()), fields.number("wrong_guess"))
     fields.end()

@@ -18,7 +18,14 @@ from adaptra.runtime.injection.faulty_transport import FaultyTransport
 from adaptra.runtime.transports.base import Identity, Purpose, Transport
 from adaptra.runtime.transports.clock_offset import Offset, share
 from adaptra.runtime.transports.local import LocalHub
-from adaptra.runtime.transports.message_format import HEADER_BYTES, INLINE_BYTES, MessageBuffer, arrival, flat_bytes
+from adaptra.runtime.transports.message_format import (
+    HEADER_BYTES,
+    INLINE_BYTES,
+    VERSION,
+    MessageBuffer,
+    arrival,
+    flat_bytes,
+)
 from adaptra.runtime.transports.registry import create_transport, transport_names
 from adaptra.runtime.world.world import Attempt
 
@@ -150,7 +157,7 @@ class TestWire:
     def test_bytes_that_are_no_message_are_refused(self, position: int) -> None:
         buffer = self.buffer()
         buffer.first[position] = 255
-        with pytest.raises(TransportError, match="no message of version 5"):
+        with pytest.raises(TransportError, match=f"no message of version {VERSION}"):
             buffer.check(forward(1))
 
 
