@@ -44,6 +44,9 @@ REMEMBERED: Final = 32
 OTHER_SECONDS: Final = 1.3
 """Ports are measured again where sums take so many times as long, or as short. One of eight ports at half rate doubles them."""
 
+MEASURED_NOISES: Final = 4.0
+"""Those seconds differ by at least this many times their median change. A measurement costs little, and so does one in vain."""
+
 PROBES_SHARE: Final = 100
 """With a narrow port so many times the bytes of a measurement leave a port in sums before the next one."""
 
@@ -196,8 +199,8 @@ class LateRanks:
         if len(before) < LEAST_REMEMBERED:
             return False
         usual, noise = median(before), median(map(abs, map(sub, before[1:], before)))
-        longer = min(latest) > max(OTHER_SECONDS * usual, usual + NOISES * noise)
-        return longer or max(latest) < min(usual / OTHER_SECONDS, usual - NOISES * noise)
+        longer = min(latest) > max(OTHER_SECONDS * usual, usual + MEASURED_NOISES * noise)
+        return longer or max(latest) < min(usual / OTHER_SECONDS, usual - MEASURED_NOISES * noise)
 
     @property
     def _noise(self) -> float:

@@ -354,8 +354,8 @@ def loses_a_rate_probe_alone(transport: Transport) -> None:
         if transport.world_size > 2:
             transport.send(2, later, make(later)).wait(100)
         else:
-            transport.reserve({(1, SMALL): 1})
-            transport.receive(1, backward(0))  # it is refused where the transport has ended
+            transport.reserve({(1, LARGE): 1})
+            transport.receive(1, bulk(0, 1, 0))  # it is refused where the transport has ended
     elif transport.rank == 1:
         transport.reserve({(0, LARGE): 1})
         transport.receive(0, bulk(3)).wait(100)
