@@ -97,6 +97,34 @@ class SumChoice:
         return f"{late}by {self.way}" + (f" ({prices})" if prices else "")
 
 
+class _SumSeconds:
+    """The seconds of sums without late ranks since ports were measured: they tell when to do so again.
+
+    Args:
+        between: The number of sums round a narrow port behind which they are measured anyway.
+    """
+
+    def __init__(self, between: int) -> None:
+        self.between = between
+        self._took: deque[float] = deque(maxlen=REMEMBERED)
+        self._left = between
+
+    def forget(self) -> None:
+        """Compare no later sum with those so far."""
+        self._took.clear()
+
+    def is_time_to_measure(self, took: float, *, is_round_a_port: bool) -> bool:
+        """Take the seconds of a sum. Return whether a few differ alike from those before, or many have gone round a port."""
+        self._left -= is_round_a_port
+        self._took.append(took)
+        before, latest = [*self._took][:-STEPS_IN_A_ROW], [*self._took][-STEPS_IN_A_ROW:]
+        if self._left <= 0 or len(before) < LEAST_REMEMBERED:
+            return self._left <= 0
+        usual, noise = median(before), median(map(abs, map(sub, before[1:], before)))
+        longer = min(latest) > max(OTHER_SECONDS * usual, usual + MEASURED_NOISES * noise)
+        return longer or max(latest) < min(usual / OTHER_SECONDS, usual - MEASURED_NOISES * noise)
+
+
 class LateRanks:
     """Decides how the next sum is made.
 
@@ -125,9 +153,7 @@ class LateRanks:
         self._relative: tuple[float, ...] = ()
         self._changes: tuple[deque[float], ...] = tuple(deque[float](maxlen=REMEMBERED) for _ in range(ranks))
         self._priced: dict[tuple[float, ...], list[tuple[SumWay, float]]] = {}
-        self._took: deque[float] = deque(maxlen=REMEMBERED)
-        self._sums_between = max(REMEMBERED, math.ceil(PROBES_SHARE * probed / (2 * nbytes)))
-        self._sums_left = self._sums_between
+        self._durations = _SumSeconds(max(REMEMBERED, math.ceil(PROBES_SHARE * probed / (2 * nbytes))))
         self._usual = self._without_late_ranks()
         self.choice = self._usual
         self.asks = False
@@ -169,9 +195,10 @@ class LateRanks:
             if late and max(map(partial(_behind, late), self._latest)) < choice.wrong_guess:
                 choice = replace(self._usual, lateness=choice.lateness)
             choice = self._decide(choice)
-        self.asks = choice.way == self.choice.way == self._usual.way and self._is_time_to_ask(took)
+        is_usual = choice.way == self.choice.way == self._usual.way
+        self.asks = is_usual and self._durations.is_time_to_measure(took, is_round_a_port=bool(choice.way.late))
         if choice.way != self.choice.way:
-            self._took.clear()
+            self._durations.forget()
         self.choice = choice
         self.digest = zlib.crc32(repr((self.digest, arrivals, took, choice.way)).encode())
 
@@ -179,28 +206,12 @@ class LateRanks:
         """Take the ports as they are now, and decide how the next sum is made."""
         was_usual, self._ports = self.choice.way == self._usual.way, ports
         self._priced.clear()
-        self._took.clear()
-        self._sums_left = self._sums_between
+        self._durations = _SumSeconds(self._durations.between)
         self._usual = self._without_late_ranks()
         if was_usual:
             self.choice = replace(self._usual, lateness=self.choice.lateness)
         self.asks = False
         self.digest = zlib.crc32(repr((self.digest, ports, self.choice.way)).encode())
-
-    def _is_time_to_ask(self, took: float) -> bool:
-        """Record the seconds of a sum without late ranks. Return whether a few of them differ alike from those before, or many
-        have gone round a narrow port.
-        """
-        self._sums_left -= bool(self._usual.way.late)
-        if self._sums_left <= 0:
-            return True
-        self._took.append(took)
-        before, latest = [*self._took][:-STEPS_IN_A_ROW], [*self._took][-STEPS_IN_A_ROW:]
-        if len(before) < LEAST_REMEMBERED:
-            return False
-        usual, noise = median(before), median(map(abs, map(sub, before[1:], before)))
-        longer = min(latest) > max(OTHER_SECONDS * usual, usual + MEASURED_NOISES * noise)
-        return longer or max(latest) < min(usual / OTHER_SECONDS, usual - MEASURED_NOISES * noise)
 
     @property
     def _noise(self) -> float:
