@@ -223,7 +223,7 @@ class GroupSum:
         terms = self._terms(tensors.of, like, buckets, mean)
         end = terms.end_own if owners else terms.end_bucket
         name: SumName | None = None
-        if number is not None:
+        if number is not None and self._over is not None and self._through_host:
             added_in = "" if self._dtype is None else f", in {str(self._dtype).removeprefix('torch.')} at least"
             what = f"{len(like)} tensors of {sum(one.nbytes for one in like)} bytes by {name_of(algorithm)}"
             text = f"{what}, {'mean' if mean else 'sum'} {number}, in buckets of {self._limit} bytes{added_in}"

@@ -49,7 +49,6 @@ from adaptra.runtime.world.world import Attempt
 logger = logging.getLogger(__name__)
 
 CONTRACT: Final = Contract(send_waits_for_receiver=True, in_order=False)
-SUMS: Final = ChannelClass.SUMS
 _CLOSE_SECONDS: Final = 5.0
 
 
@@ -117,7 +116,8 @@ class C10dTransport(GuardedTransport):
         pending = self._guard.post(destination_rank, identity, is_receive=False)
         channel = _ChannelEnd(destination_rank, identity.channel, False)
         # Parts of sums are in host memory, and are not written to before they are sent.
-        buffer = MessageBuffer(identity.specs, where=tensors[0]) if channel.channel is SUMS else self._buffer_of(identity)
+        is_of_sum = channel.channel is ChannelClass.SUMS
+        buffer = MessageBuffer(identity.specs, where=tensors[0]) if is_of_sum else self._buffer_of(identity)
 
         def post() -> _Posted:
             buffer.seal(identity, pending.attempt, posted_at)
@@ -128,7 +128,7 @@ class C10dTransport(GuardedTransport):
         def start() -> None:
             self._start(channel, pending, post)
 
-        if channel.channel is not SUMS:
+        if not is_of_sum:
             self._copies.fill(buffer, tensors, start)
             return pending
         if buffer.is_own:
@@ -291,7 +291,7 @@ class C10dTransport(GuardedTransport):
                 continue
             posted.pending.complete()
             assert posted.buffer is not None, "a sent message lies in one"
-            if channel.channel is not SUMS:
+            if channel.channel is not ChannelClass.SUMS:
                 self._sent[layout_of(posted.pending.identity.specs)].append(posted.buffer)
             self._guard.settle(posted.pending)
 
