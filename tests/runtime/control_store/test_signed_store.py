@@ -91,14 +91,15 @@ def test_a_strangers_plan_log_entry_mail_and_endpoint_are_refused(store: dist.St
         Log(Connection(store), 4).append(Entry(2, 0))
     check_refused(caught.value, "job/log/0")
 
-    mailbox = Mailbox(store, 0)
-    Mailbox(store, 1).send(0, Term(3))
+    mailbox, other = Mailbox(store, 0), Mailbox(store, 1)
+    other.send(0, Term(3))
     assert mailbox.receive() == Term(3)
     plain.queue_push("mail/0", json.dumps({"mail": "term", "term": 4}))
     plain.set("mail/bell", "")
     with pytest.raises(ControlError) as caught:
         mailbox.receive()
     check_refused(caught.value, "job/mail/0")
+    other.close(5.0)
 
     plain.set("endpoints/1", json.dumps({"paths": [{"wire": "tcp", "host": "203.0.113.9", "port": 99}]}))
     with pytest.raises(ControlError) as caught:
