@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from adaptra.frontend.api import Pipeline, compile
     from adaptra.frontend.checkpoint_state import TrainingState
+    from adaptra.planning.synchrony.modes import Local, Outer
     from adaptra.program import Kind, Op, Program
     from adaptra.program.schedules import GENERATORS, generate
     from adaptra.runtime.injection.emulation import EmulatedDevice
@@ -31,8 +32,10 @@ __all__ = [
     "EmulatedDevice",
     "JsonFormatter",
     "Kind",
+    "Local",
     "Op",
     "Options",
+    "Outer",
     "Pipeline",
     "Program",
     "Reduce",
@@ -50,8 +53,10 @@ _HOMES: Final = {
     "EmulatedDevice": "adaptra.runtime.injection.emulation",
     "JsonFormatter": "adaptra.runtime.telemetry.log",
     "Kind": "adaptra.program",
+    "Local": "adaptra.planning.synchrony.modes",
     "Op": "adaptra.program",
     "Options": "adaptra.runtime.options",
+    "Outer": "adaptra.planning.synchrony.modes",
     "Pipeline": "adaptra.frontend.api",
     "Program": "adaptra.program",
     "Reduce": "adaptra.runtime.options.reduce_options",

@@ -41,13 +41,14 @@ from adaptra.graph.inner_compiler import EAGER, prepare
 from adaptra.graph.modes import as_for_training
 from adaptra.graph.ops.autocast import refuse_autocast
 from adaptra.graph.ops.weighted_loss import WeightedLoss
+from adaptra.planning.synchrony.modes import Local
 from adaptra.program.placement import is_straight, stages_of
 from adaptra.progress import Progress, log_progress, shown_progress
 from adaptra.runtime.devices.determinism import set_deterministic
 from adaptra.runtime.launch.agreement import agree_here, disagree
 from adaptra.runtime.launch.carriers import DelegateSetup
-from adaptra.runtime.launch.free_memory import free_memory
-from adaptra.runtime.launch.launch import Launch, launch
+from adaptra.runtime.launch.free_memory import free_memory, require_host_memory
+from adaptra.runtime.launch.launch import Launch, Wanted, launch
 from adaptra.runtime.worker.batch import example_microbatch, rows_of, split_rows
 from adaptra.runtime.worker.stages.gradient_hooks import copy_is_hooked, is_hooked
 from adaptra.runtime.worker.stages.loss_reduction import UNEQUAL, Reduction, refuse_number_of_items, refuse_sum, unequal_weights
@@ -79,9 +80,8 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         options.timeout,
         device=devices[0],
         placement=request.placed,
-        roles=request.roles or request.replicas,
         delegate=DelegateSetup(options.uses_delegate, options.addresses),
-        survives=request.survival,
+        wanted=Wanted(request.roles or request.replicas, request.survival, options.local),
     )
     with ExitStack() as opened:
         opened.callback(launched.give_up)
@@ -96,10 +96,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
                 with generators_kept():
                     planned = _compile(request, spec, args, targets, kwargs, progress, empty_on)
                     look = _check_mean(request, planned, launched, devices[-1], args, targets, kwargs)
-                _refuse_hooked_copies(request.whole_model, planned.compiled.copied(request.placed))
-                refuse_shared_memory(
-                    request.whole_model, planned.compiled, request.placed, launched, is_empty=empty_on is not None
-                )
+                _check_compiled(request, planned, launched, is_empty=empty_on is not None)
                 stages_here = [stage for rank in launched.ranks for stage in stages_of(rank, request.placed)]
                 _prepare_all(planned, stages_here if options.inner != EAGER else (), options.inner, progress)
                 model = request.whole_model
@@ -133,6 +130,39 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         session.close()
         raise
     return session
+
+
+def _check_compiled(request: CompileArguments, planned: PlannedPipeline, launched: Launch, *, is_empty: bool) -> None:
+    """Refuse what shows only once the stages are known.
+
+    Raises:
+        OptionError: A parameter has a hook, or memory in common with another, where copies would become different. Or sites
+            can't update the model by themselves.
+    """
+    model, local = request.whole_model, request.options.local
+    _refuse_hooked_copies(model, planned.compiled.copied(request.placed))
+    if local is not None:
+        _check_local(local, model, planned, launched, request.options.timeout)
+    refuse_shared_memory(model, planned.compiled, request.placed, launched, is_empty=is_empty)
+
+
+def _check_local(local: Local, model: nn.Module, planned: PlannedPipeline, launched: Launch, timeout: float) -> None:
+    """Refuse local steps of a model that can't have them. All ranks refuse it alike.
+
+    Raises:
+        OptionError: Stages of several ranks use a parameter, and a quorum suffices. Or memory does not.
+    """
+    compiled, placement = planned.compiled, planned.initial.case.placement
+    copied = sorted(compiled.copied(placement))
+    if local.quorum is not None and copied:
+        raise OptionError(
+            f"Local(quorum={local.quorum}): stages of several ranks use {copied[0]}, and each of them votes on its own: "
+            "expected quorum=None, or such stages on one rank"
+        )
+    # The outer optimizer keeps two copies of what is trained, in float32 or better. An exchange needs a third one.
+    widened = max(4 // min((one.element_size() for one in model.parameters()), default=4), 1)
+    here = sum(compiled.train[stage].parameter_bytes for rank in launched.ranks for stage in stages_of(rank, placement))
+    require_host_memory(launched, 3 * widened * here, f"synchrony={local}", timeout)
 
 
 def _prepare_all(planned: PlannedPipeline, stages: Sequence[int], inner: str, progress: Progress) -> None:

@@ -71,7 +71,7 @@ class PendingBroadcast:
 
 
 class Replicas:
-    """The workers that have copies of one stage, and two groups of them, from the begin of a world to its end.
+    """Workers that have copies of one stage, and two groups of them, from the begin of a world to its end.
 
     One replica alone has no group, as it has all that there is. Everything but steps has a group of its own: a rank that alone
     evaluates must not meet a step's gradients.
@@ -79,23 +79,32 @@ class Replicas:
     Args:
         world: The workers of the job and their processes.
         worker: This one.
-        name: No other world's of this job.
+        name: No other world's of this job, and with the place no other workers'.
         device: The device of this worker's gradients.
         backend: The backend of the groups, None for the job's own.
+        among: These workers, in the order of sums; None for the worker's peers, which average gradients with it.
 
     Attributes:
-        index: The index of this rank's pipeline in the job, from 0.
-        count: The number of replicas.
+        index: This worker's number among them.
+        count: Their number.
         link: The slowest of the measured links between them; None before :meth:`measure`, and where none are measured.
         ports: The ports that the measured links show, one of each replica; None where ``link`` is.
     """
 
-    def __init__(self, world: World, worker: WorkerId, name: str, device: torch.device, backend: str | None = None) -> None:
-        self.index, place = world.seat(worker)
+    def __init__(
+        self,
+        world: World,
+        worker: WorkerId,
+        name: str,
+        device: torch.device,
+        backend: str | None = None,
+        among: Sequence[WorkerId] | None = None,
+    ) -> None:
         self._world = world
         self._gradients_on = device
-        self._column = world.column(place)
-        self.count = len(self._column)
+        self._column = world.peers(worker) if among is None else tuple(among)
+        self.index, self.count = self._column.index(worker), len(self._column)
+        place = world.seat(worker).place
         self._groups: tuple[dist.ProcessGroup, ...] = tuple(
             new_group(Members(f"{name}/stage {place}{part}", self.index, self.count), backend)
             for part in (("", " aside") if self.count > 1 else ())
@@ -250,7 +259,7 @@ class Replicas:
     @property
     def pipeline(self) -> Sequence[ProcessId]:
         """The job's ranks that make up this rank's pipeline, by place."""
-        return self._world.hosts_of(self._world.pipeline(self.index))
+        return self._world.hosts_of(self._world.pipeline(self._world.seat(self._column[self.index]).replica))
 
     @property
     def ranks(self) -> Sequence[ProcessId]:

@@ -9,9 +9,11 @@ from typing import Final
 
 import torch
 
+from adaptra.errors import OptionError
 from adaptra.runtime.control_store.schema import decode_all, encode
 from adaptra.runtime.launch.launch import Launch
 from adaptra.runtime.world.world import Place
+from adaptra.sizes import size_text
 
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 
@@ -43,6 +45,31 @@ def free_memory(launched: Launch, devices: Mapping[int, torch.device], timeout: 
     shares = [free // sharing[place] for place, free in hosts]
     columns = [world.hosts_of(world.column(Place(place))) for place in range(world.places)]
     return tuple(min(shares[host] for host in column) for column in columns)
+
+
+def require_host_memory(launched: Launch, needed: int, what: str, timeout: float) -> None:
+    """Refuse what does not fit the memory of a host. All ranks of the job call it together, and refuse it alike.
+
+    Args:
+        launched: The ranks.
+        needed: The bytes that this process needs.
+        what: What needs them, for the error's text.
+        timeout: Seconds to wait for the other ranks.
+
+    Raises:
+        OptionError: It does not fit; names the host's ranks, the bytes needed and those that are free.
+        LaunchError, ControlError: As :func:`free_memory`.
+    """
+    own = encode({"place": _place(torch.device("cpu")), "needed": needed, "free": free_on(torch.device("cpu"))})
+    told = decode_all(launched.tell("host memory", own, timeout), "host memory")
+    for place in dict.fromkeys(one.text("place") for one in told):
+        ranks = [rank for rank, one in enumerate(told) if one.text("place") == place]
+        together, free = sum(told[rank].whole("needed") for rank in ranks), min(told[rank].whole("free") for rank in ranks)
+        if together > free:
+            raise OptionError(
+                f"{what}: it needs {size_text(together)} of memory on the host of rank {', '.join(map(str, ranks))}, where "
+                f"{size_text(free)} are free: expected that it fits"
+            )
 
 
 def free_on(device: torch.device) -> int:

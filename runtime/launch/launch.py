@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,14 @@ from torch.distributed import DistError
 
 from adaptra.checks import nearest_multiple
 from adaptra.errors import LaunchError, OptionError, PeerLostError
+from adaptra.planning.synchrony.modes import Local, check_mode
 from adaptra.program.roles import Roles
 from adaptra.runtime.control_store.secret import VARIABLE, fingerprint, given_secret
 from adaptra.runtime.control_store.signed_store import signed, under
 from adaptra.runtime.control_store.spare_clients import Reservation
 from adaptra.runtime.control_store.stores import Connection, own_address, rank_0_has
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.runtime.data_parallel.sites import Sites
 from adaptra.runtime.exchange.store_exchange import Check, exchange, no_check
 from adaptra.runtime.launch.arguments import agree_on_arguments
 from adaptra.runtime.launch.carriers import NO_DELEGATE, Carriers, DelegateSetup
@@ -62,6 +64,25 @@ _ADOPTED: Final = 3
 """The workers that a process has clients of the store for, beside those that it hosts from the start."""
 
 
+class Wanted(NamedTuple):
+    """What a job's first world is to be.
+
+    Attributes:
+        roles: The replica and stage of each rank of the job. Or the number of replicas: with fewer ranks than workers, ranks
+            host several. None for as many replicas as consecutive ranks make.
+        survives: How far the job goes on after the loss of processes.
+        local: How sites exchange that update by themselves; None where all replicas are one site.
+    """
+
+    roles: Roles | int | None = None
+    survives: Survival = Survival.NOT
+    local: Local | None = None
+
+
+NO_WISH: Final = Wanted()
+"""The world that consecutive ranks make."""
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """The workers that this process runs, and what joins them to others.
@@ -73,6 +94,7 @@ class Launch:
         process: This process.
         membership: This process's, from its launch on.
         replicas: The peers in other pipelines, of each worker run here.
+        sites: The counterparts in other sites, of each worker run here; None where all replicas are one site.
         device: The device on which this process trains, with its number if there are several.
         job: Joins this process to others.
     """
@@ -82,6 +104,7 @@ class Launch:
     process: ProcessId
     membership: ProcessMembership
     replicas: tuple[Replicas, ...]
+    sites: tuple[Sites | None, ...]
     device: torch.device
     job: Job | OneProcess
 
@@ -94,6 +117,11 @@ class Launch:
     def replica(self) -> int:
         """The replica in which this process is at home."""
         return self.world.home(self.process)
+
+    @property
+    def replicas_here(self) -> list[int]:
+        """The replica of each worker run here."""
+        return [self.world.seat(WorkerId(transport.rank)).replica for transport in self.transports]
 
     @property
     def is_first(self) -> bool:
@@ -196,8 +224,8 @@ class Launch:
 
     def end(self) -> None:
         """Release the groups that were made for this world, once its transports are closed and nothing has failed."""
-        for replicas in self.replicas:
-            replicas.end()
+        for joined in filter(None, (*self.replicas, *self.sites)):
+            joined.end()
 
     def enter(self, world: World) -> Launch:
         """Join the workers of this process in a later world. All processes call it with the same one.
@@ -237,8 +265,9 @@ class OneProcess:
         """Join the workers in a world."""
         hub, workers = LocalHub(world.places), world.pipeline(0)
         transports = tuple(map(hub.transport, workers))
-        replicas = Replicas(world, workers[0], "threads", self._device)
-        return Launch(transports, world, ProcessId(0), self._membership, (replicas,) * len(workers), self._device, self)
+        replicas = (Replicas(world, workers[0], "threads", self._device),) * len(workers)
+        sites = (None,) * len(workers)
+        return Launch(transports, world, ProcessId(0), self._membership, replicas, sites, self._device, self)
 
     def tell(self, _attempt: Attempt, _what: str, text: str, _timeout: float, _check: Check) -> list[str]:
         """Return the only text."""
@@ -365,16 +394,20 @@ class Job:
         workers = world.hosted(process)
         backend = "gloo" if world.has_guests else None  # NCCL takes each device once
 
-        def join(worker: WorkerId) -> tuple[Transport, Replicas]:
+        def join(worker: WorkerId) -> tuple[Transport, Replicas, Sites | None]:
             with own_client() if len(workers) > 1 else nullcontext():
                 transport = self._carriers.join(Members(f"{name}/workers", worker, len(world.hosts)), world)
                 if world.epoch:
                     transport.begin(Attempt(world.epoch))
-                return transport, Replicas(world, worker, name, device, backend)
+                if world.sites == 1:
+                    return transport, Replicas(world, worker, name, device, backend), None
+                site = world.site(world.seat(worker).replica)
+                replicas = Replicas(world, worker, f"{name}/site {site}", device, backend)
+                return transport, replicas, Sites(world, worker, name, self.connect)
 
         joined = on_threads(join, workers, device)
-        transports, replicas = zip(*joined, strict=True)
-        return Launch(transports, world, process, self.membership, replicas, device, self)
+        transports, replicas, sites = zip(*joined, strict=True)
+        return Launch(transports, world, process, self.membership, replicas, sites, device, self)
 
     def _join_everyone(self) -> None:
         """Make the group of all processes of the world, unless there is one of the same processes."""
@@ -480,9 +513,8 @@ def launch(
     *,
     device: torch.device = HOST,
     placement: Sequence[int] | None = None,
-    roles: Roles | int | None = None,
     delegate: DelegateSetup = NO_DELEGATE,
-    survives: Survival = Survival.NOT,
+    wanted: Wanted = NO_WISH,
 ) -> Launch:
     """Find the ranks of a pipeline. Under a launcher all ranks call it at the same time.
 
@@ -494,18 +526,18 @@ def launch(
         timeout: Seconds to wait for the other ranks.
         device: The device on which this process trains.
         placement: The place of each stage in its pipeline; None for one on each.
-        roles: The replica and stage of each rank of the job. Or the number of replicas: with fewer ranks than workers, ranks
-            host several. None for as many replicas as consecutive ranks make.
         delegate: How the delegate is set up.
-        survives: How far the job goes on after the loss of processes.
+        wanted: The replicas and sites of the job, and how far it survives.
 
     Raises:
+        OptionError: Its replicas can't be such sites; says why.
         LaunchError: The job can't survive a loss; says why.
         LaunchError: The delegate is requested beside a transport other than c10d and NCCL. Or NCCL is for a model that is on no
             GPU. Or the ranks don't make ``replicas`` of ``size``, or are not a multiple of it; says what to change. Or a rank
             has other arguments or has not come; names it.
         PeerLostError: A rank failed or died while the ranks connected; names it.
     """
+    roles, survives, local = wanted
     goes_on = survives is not Survival.NOT
     between = "delegate" if goes_on or (device.type == "cuda" and not delegate.is_beside) else "c10d"
     name = transport or (between if is_launched() else "local")
@@ -516,9 +548,7 @@ def launch(
     if name == "nccl":
         check_device(device)
     if name == "local" and not goes_on:
-        if isinstance(roles, int) and roles != 1:
-            raise LaunchError(f"replicas={roles}: expected 1 without a launcher; start {size} to {roles * size} processes")
-        return OneProcess(ProcessMembership(), device).enter(World.of_threads(size))
+        return _in_threads(size, device, wanted)
     if goes_on and name != "delegate":
         raise LaunchError(
             f"Options(survive=True) with transport {name!r}: expected several processes over 'delegate', whose connections "
@@ -547,6 +577,8 @@ def launch(
     if rank == 0:
         sweep()
     world = replace(_world(size, ranks, roles, name), needs_homes=survives is not Survival.WITHOUT_HOMES)
+    if local is not None:
+        world = _of_sites(world, local)
     if goes_on and rank == 0 and rank_0_has(job_store()):
         logger.warning(
             "Options(survive=True): rank 0 has the job's store, so its loss ends the job: start the processes by adaptra run, "
@@ -564,6 +596,38 @@ def launch(
     except BaseException:
         job.membership.close()
         raise
+
+
+def _in_threads(size: int, device: torch.device, wanted: Wanted) -> Launch:
+    """Join threads of this process.
+
+    Raises:
+        LaunchError: Several replicas are wanted.
+        OptionError: Sites are wanted.
+    """
+    if isinstance(wanted.roles, int) and wanted.roles != 1:
+        raise LaunchError(
+            f"replicas={wanted.roles}: expected 1 without a launcher; start {size} to {wanted.roles * size} processes"
+        )
+    world = World.of_threads(size)
+    if wanted.local is not None:
+        check_mode(wanted.local, world.replicas)
+    return OneProcess(ProcessMembership(), device).enter(world)
+
+
+def _of_sites(world: World, local: Local) -> World:
+    """Return a world whose replicas make up the sites of a mode.
+
+    Raises:
+        OptionError: They can't; says why.
+    """
+    check_mode(local, world.replicas)
+    if world.has_guests:
+        raise OptionError(
+            f"{local!r} with {len(world.processes)} ranks for {len(world.hosts)} workers: expected a rank for each worker, as "
+            "the workers of a rank have the same parameters, and those of sites differ"
+        )
+    return replace(world, sites=local.sites or world.replicas)
 
 
 def _world(size: int, ranks: int, roles: Roles | int | None, transport: str) -> World:

@@ -26,7 +26,7 @@ class Options(RecordingOptions, InjectionOptions, TransportOptions, StageOptions
     - :class:`~adaptra.runtime.options.planning_options.PlanningOptions`: ``adapt``, ``schedule``, ``expected_delays``,
       ``planning_seconds``;
     - :class:`~adaptra.runtime.options.stage_options.StageOptions`: ``seed``, ``inner``, ``captured``, ``broadcast_buffers``,
-      ``reduce``, ``deterministic``, ``shapes``;
+      ``reduce``, ``deterministic``, ``shapes``, ``synchrony``;
     - :class:`~adaptra.runtime.options.transport_options.TransportOptions`: ``timeout``, ``delegate``, ``addresses``,
       ``lossy_bf16``, ``survive``;
     - :class:`~adaptra.runtime.options.injection_options.InjectionOptions`: ``faults``, ``emulate``;

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from adaptra.checks import is_whole, require_flag, require_word
 from adaptra.errors import OptionError
+from adaptra.planning.synchrony.modes import Local
 from adaptra.runtime.options.rank_agreement import agreed, per_rank
 from adaptra.runtime.options.reduce_options import Reduce
+
+EXACT: Final = "exact"
+"""The mode of synchronisation in which every update has the gradients of all microbatches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +38,8 @@ class StageOptions:
             ``docs/design/numerics.md``.
         shapes: The number of shapes of batches that are kept compiled, beside the first one. The least recently used one goes
             first, and is compiled again when a batch has it. None keeps as many as take about a GiB, but 16 to 128.
+        synchrony: What an update waits for: ``"exact"``, the gradients of all microbatches. Or :class:`adaptra.Local`, for
+            slow links between sites: what a model learns is then another. See ``docs/design/synchrony.md``.
 
     Raises:
         OptionError: An option is invalid; names it, the given value and the expected one.
@@ -48,6 +54,7 @@ class StageOptions:
     reduce: Reduce = field(default_factory=Reduce, metadata=agreed())
     deterministic: bool = field(default=False, metadata=agreed())
     shapes: int | None = field(default=None, metadata=agreed())
+    synchrony: Literal["exact"] | Local = field(default=EXACT, metadata=agreed(repr))
 
     def __post_init__(self) -> None:
         seed: Any = self.seed
@@ -62,3 +69,11 @@ class StageOptions:
         reduce: Any = self.reduce
         if not isinstance(reduce, Reduce):
             raise OptionError(f"reduce={reduce!r}: expected adaptra.Reduce(...)")
+        synchrony: Any = self.synchrony
+        if synchrony != EXACT and not isinstance(synchrony, Local):
+            raise OptionError(f"synchrony={synchrony!r}: expected {EXACT!r}, or adaptra.Local(...)")
+
+    @property
+    def local(self) -> Local | None:
+        """How sites exchange that update by themselves; None where every update has all gradients."""
+        return self.synchrony if isinstance(self.synchrony, Local) else None

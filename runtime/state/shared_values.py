@@ -19,6 +19,7 @@ from torch import Tensor
 from adaptra.errors import ControlError
 from adaptra.graph.stages.stages import TrainStage
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.runtime.data_parallel.sites import Sites
 from adaptra.runtime.exchange.state_stream import StateStream
 from adaptra.runtime.exchange.store_exchange import Check, exchange_data, gather
 from adaptra.runtime.state.checksum import checksums
@@ -53,7 +54,8 @@ class SharedValues:
         stages: The pipeline's stages.
         placement: ``placement[stage]`` is the stage's rank.
         transport: This rank's transport.
-        replicas: The ranks that have copies of all of them.
+        replicas: The ranks that have copies of all of them, in this site.
+        sites: Those in other sites; None where all replicas are one site.
         timeout: Seconds to wait for another rank.
         check: As of :func:`adaptra.runtime.exchange.store_exchange.gather`.
     """
@@ -65,13 +67,16 @@ class SharedValues:
         placement: Sequence[int],
         transport: Transport,
         replicas: Replicas,
+        sites: Sites | None,
         timeout: float,
         check: Check,
     ) -> None:
         self._state = state
         self._transport = transport
         self._rank = transport.rank
-        self._replicas = replicas
+        # Once this worker's counterparts have the values of the first site, so have its peers.
+        self._copies = [*([] if sites is None else [sites.everyone]), replicas]
+        self._pipeline = replicas.pipeline
         self._timeout = timeout
         self._check = check
         holders: dict[str, set[int]] = {}
@@ -85,7 +90,7 @@ class SharedValues:
     @property
     def exist(self) -> bool:
         """True if any two ranks of the pipeline or its replicas have the same value."""
-        return self._replicas.count > 1 or bool(self._holders)
+        return any(copies.count > 1 for copies in self._copies) or bool(self._holders)
 
     def align(self, stream: StateStream, receive: Callable[[StateStream, int], Mapping[str, Tensor]]) -> None:
         """Take the first holder's values where copies differ, and log that in one line on the job's first rank.
@@ -101,8 +106,9 @@ class SharedValues:
             PeerLostError, TransportError: A rank is lost.
         """
         self._calls += 1
-        own_differences = [*self._among_replicas(), *self._among_stages(stream, receive)]
-        if self._replicas.index > 0:
+        among = [one for copies in self._copies for one in self._among(copies)]
+        own_differences = [*among, *self._among_stages(stream, receive)]
+        if any(copies.index > 0 for copies in self._copies):
             return
         rows = [[one.name, one.first, list(one.others)] for one in own_differences]
         gathered = gather(self._transport, f"shared differences/{self._calls}", rows, self._timeout, self._check)
@@ -110,17 +116,17 @@ class SharedValues:
         if differences:
             logger.warning("%s", _sentence(differences))
 
-    def _among_replicas(self) -> list[Difference]:
-        if self._replicas.count == 1:
+    def _among(self, copies: Replicas) -> list[Difference]:
+        if copies.count == 1:
             return []
         names = sorted(self._state)
-        columns = self._replicas.gather(checksums([self._state[name] for name in names]))
-        ranks = self._replicas.ranks
+        columns = copies.gather(checksums([self._state[name] for name in names]))
+        ranks = copies.ranks
         differences: list[Difference] = []
         for index, name in enumerate(names):
             others = [rank for rank, column in zip(ranks, columns, strict=True) if column[index] != columns[0][index]]
             if others:
-                (value,) = self._replicas.values_of(0, [self._state[name]])
+                (value,) = copies.values_of(0, [self._state[name]])
                 self._take(name, value)
                 differences.append(Difference(name, ranks[0], tuple(others)))
         return differences
@@ -163,7 +169,7 @@ class SharedValues:
         ]
 
     def _job_rank(self, rank: int) -> int:
-        return self._replicas.pipeline[rank]
+        return self._pipeline[rank]
 
     def _take(self, name: str, value: Tensor) -> None:
         with torch.no_grad():

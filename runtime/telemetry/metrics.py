@@ -207,6 +207,7 @@ def _event(event: ControlEvent, rank: tuple[str, str]) -> Iterator[Sample]:
             | EventKind.SHARED
             | EventKind.DETOURED
             | EventKind.LATE
+            | EventKind.EXCHANGED
             | EventKind.ROLES
             | EventKind.SPLIT
             | EventKind.COMPILED

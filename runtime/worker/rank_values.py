@@ -47,6 +47,7 @@ class RankValues:
             context.placement,
             context.transport,
             context.replicas,
+            context.sites,
             context.options.timeout,
             check,
         )

@@ -45,6 +45,7 @@ from adaptra.runtime.membership.timing import LOST_STORE_SECONDS
 from adaptra.runtime.outputs.sharing import SharedOutputs
 from adaptra.runtime.outputs.step_outputs import StepOutputs
 from adaptra.runtime.rdma.watch import RdmaEvent, watch
+from adaptra.runtime.synchrony.local_steps import LocalSteps
 from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.transports.base import Identity
 from adaptra.runtime.transports.process_groups import collectives_of_user
@@ -173,6 +174,7 @@ class Worker:
         if self.numbers.collectives not in (None, self._collectives()):
             self.monitor.meet(all_ranks=True)
         with self._reporting_errors():
+            self._exchange()
             plan = self.controller.plan_for(step)
             goes_home = not plan.program.is_one_pipeline and self._context.replicas.any_has(shape != FIRST)
             executor = self._programs.switch_to(plan, step, shape, at_home=goes_home)
@@ -186,6 +188,29 @@ class Worker:
             measurement = self.monitor.end_step(step, started, time.monotonic(), of.shape.code)
         self.last.run = RunStep(certificate, measurement, of, goes_home)
         return certificate.losses, self._whole(step, outputs, executor.program, to_all=to_all)
+
+    def _exchange(self, *, all_now: bool = False) -> None:
+        """Exchange with other sites what is due at the begin of a step, or all that there is."""
+        local = self._parts.local
+        if local is not None:
+            for one in local.exchange_all(self.check) if all_now else local.begin(self.check):
+                self.controller.recorder.emit_now(EventKind.EXCHANGED, str(one))
+
+    def exchange(self) -> None:
+        """Exchange with all other sites what this one has learnt, between two steps; all ranks of the job call it."""
+        with self._meeting():
+            self._exchange(all_now=True)
+
+    @property
+    def local(self) -> LocalSteps | None:
+        """The exchanges with other sites; None where all replicas are one site."""
+        return self._parts.local
+
+    def align_copies(self) -> None:
+        """Replace copies of values by the first holder's; all ranks call it."""
+        self.values.align_copies()
+        if self._parts.local is not None:
+            self._parts.local.restart()
 
     def at_certificate(self) -> None:
         """Fail if this worker is to fail between a step that has run and its :meth:`commit`."""
@@ -499,7 +524,7 @@ class Worker:
         """End this rank's threads and connections. ``goes_on`` where another worker takes its place and records."""
         if self._watcher is not None:
             self._watcher.close()
-        self._parts.end.close()
+        self._parts.close()
         # A lost store may never answer the requests that are under way.
         membership = self._context.membership
         self.controller.close(LOST_STORE_SECONDS if membership.has_lost_the_store else CLOSE_SECONDS)
@@ -539,6 +564,8 @@ class Worker:
         self._context.transport.abort(error)
         self.controller.abort(error)
         self._context.replicas.abort()
+        if self._context.sites is not None:
+            self._context.sites.abort()
 
     def check(self) -> None:
         """Raise the error that has ended this rank's waits, if there is one."""

@@ -72,6 +72,7 @@ class World:
         hosts: The process of each worker, by worker.
         homes: The replica in which each of :attr:`processes` is at home.
         needs_homes: Whether each replica needs a process at home, which is given its batch.
+        sites: The number of sites, each of as many consecutive replicas. Gradients are averaged within a site.
     """
 
     epoch: int
@@ -79,6 +80,7 @@ class World:
     hosts: tuple[ProcessId, ...]
     homes: tuple[int, ...]
     needs_homes: bool = True
+    sites: int = 1
 
     @staticmethod
     def of_roles(roles: Roles) -> World:
@@ -175,8 +177,22 @@ class World:
         return tuple(WorkerId(replica * self.places + place) for place in range(self.places))
 
     def column(self, place: Place) -> tuple[WorkerId, ...]:
-        """Return the workers that have copies of a place's stages and average their gradients, by replica."""
+        """Return the workers that have copies of a place's stages, by replica."""
         return tuple(WorkerId(replica * self.places + place) for replica in range(self.replicas))
+
+    def site(self, replica: int) -> int:
+        """Return the site of a replica."""
+        return replica // (self.replicas // self.sites)
+
+    def peers(self, worker: WorkerId) -> tuple[WorkerId, ...]:
+        """Return the workers that average gradients with a worker, by replica: those of its column in its site."""
+        replica, place = self.seat(worker)
+        return tuple(one for one in self.column(place) if self.site(self.seat(one).replica) == self.site(replica))
+
+    def counterparts(self, worker: WorkerId) -> tuple[WorkerId, ...]:
+        """Return the worker of each site that has the same place, and the same number among its peers."""
+        peers = self.peers(worker)
+        return self.column(self.seat(worker).place)[peers.index(worker) :: len(peers)]
 
     def hosted(self, process: ProcessId) -> tuple[WorkerId, ...]:
         """Return the workers that a process hosts, those of its home first."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from training import MIXED, adam, microbatches_of
 
+import adaptra
 from adaptra.graph.ops.random_state import RandomKey, reference_randomness
 from adaptra.runtime.worker.step.two_pass import PendingBackward
 
@@ -362,6 +363,10 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     (
         "schedule=…: the function returns no loss, so all forwards come before all backwards: expected None",
         of_outputs(just_third, schedule="1f1b"),
+    ),
+    (
+        "synchrony=local=… with a function that returns no loss: expected a model whose loss adaptra.compile knows",
+        of_outputs(just_third, synchrony=adaptra.Local()),
     ),
     *(
         (

@@ -17,6 +17,7 @@ from adaptra.frontend.arguments.mesh import describe_mesh, roles_of
 from adaptra.frontend.arguments.placing import STRAIGHT, Placement, placed_on
 from adaptra.frontend.arguments.wrapped_models import refuse_wrapped
 from adaptra.graph.inner_compiler import EAGER, check_inner
+from adaptra.program import Program
 from adaptra.program.roles import Roles
 from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.options import Options
@@ -106,11 +107,27 @@ class CompileArguments:
             raise OptionError(
                 "survive=True with lossy_bf16='slow', where each replica plans which messages round: expected True or False"
             )
+        if options.local is not None:
+            self._check_local()
         self._check_edges()
         check_inner(options.inner)
         weights: Any = self.weights
         if weights is not None and not isinstance(weights, str | Path):
             raise OptionError(f"weights={weights!r}: expected the path of a file or folder, or None")
+
+    def _check_local(self) -> None:
+        schedule: Any = self.options.schedule
+        reasons = {
+            "survive=True": (self.options.survive, "a job without it, as a lost site takes along what it has learnt"),
+            "a function that returns no loss": (not self.with_loss, "a model whose loss adaptra.compile knows"),
+            "a schedule of several replicas": (
+                isinstance(schedule, Program) and not schedule.is_one_pipeline,
+                "one of a single pipeline, as sites compute nothing for each other",
+            ),
+        }
+        for what, (holds, expected) in reasons.items():
+            if holds:
+                raise OptionError(f"synchrony={self.options.local} with {what}: expected {expected}")
 
     def _check_model(self) -> None:
         model: Any = self.model

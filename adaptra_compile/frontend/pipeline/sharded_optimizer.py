@@ -74,6 +74,10 @@ class Sharding:
         world = self._session.launched.world
         if world.replicas == 1:
             return kind(list(groups), **settings)
+        if world.sites > 1:
+            raise OptionError(
+                "shard: sites update by themselves under Options(synchrony=adaptra.Local(...)): expected a job of one site"
+            )
         if self._session.launched.job.keeper is not None:
             raise OptionError(
                 "shard: Options(survive=True): expected a job without it, as a lost rank takes its part of the optimizer's "

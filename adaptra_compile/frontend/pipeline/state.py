@@ -15,6 +15,7 @@ from adaptra.frontend.pipeline.grad_scaler import GradScaler
 from adaptra.frontend.pipeline.held_session import HeldSession
 from adaptra.frontend.pipeline.sharded_optimizer import Group, Kind, Sharding, check_kind, groups_of, parameters_in
 from adaptra.frontend.saved.fitting_model import FittingModel
+from adaptra.runtime.synchrony.local_steps import LocalSteps
 
 
 class StateMethods(HeldSession):
@@ -211,6 +212,68 @@ class StateMethods(HeldSession):
         """
         session = self._require()
         self.take(session.held.agreed_to_load(lambda: session.held.fitting(state, strict=strict), "load_state_dict"))
+
+    def exchange(self) -> None:
+        """Exchange now what sites have learnt, of all stages: all have the same parameters then.
+
+        For jobs with ``Options(synchrony=adaptra.Local(...))``, between two steps: before an evaluation, or at the end of the
+        training. All ranks of the job call it.
+
+        Raises:
+            OptionError: All replicas are one site, which are equal anyway.
+            StateError: A log is replayed that has no such exchange here.
+            PeerLostError: Another rank failed. The text names it. The pipeline has failed.
+        """
+        self._exchanges("exchange").check_exchange()
+        self._require().local.on_every_rank(lambda worker: worker.exchange(), "exchange")
+
+    def outer_state_dict(self) -> dict[str, Any]:
+        """Return what a site has beside its :meth:`state_dict` under ``Options(synchrony=adaptra.Local(...))``.
+
+        It is this rank's: its parameters as they are, those after the last exchange, the outer optimizer's momentum, and
+        numbers. Every rank saves it in a file of its own. The tensors are no copies.
+
+        Raises:
+            OptionError: All replicas are one site.
+        """
+        return self._exchanges("outer_state_dict").state()
+
+    def load_outer_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from this rank's :meth:`outer_state_dict`, after :meth:`load_state_dict`, which makes sites equal.
+
+        Raises:
+            OptionError: All replicas are one site.
+            StateError: It is of other stages or parameters. Nothing changes then.
+        """
+        self._exchanges("load_outer_state_dict").load(state)
+
+    @property
+    def exchange_log(self) -> list[dict[str, Any]]:
+        """This rank's exchanges so far, as JSON values: after how many steps, of which stage, and each site's weight.
+
+        With ``adaptra.Local(quorum=...)`` the clock decides who takes part. Then :meth:`replay` needs it.
+
+        Raises:
+            OptionError: All replicas are one site.
+        """
+        return self._exchanges("exchange_log").log
+
+    def replay(self, log: Sequence[Any]) -> None:
+        """Exchange as a run did, from the next step on: with the same batches that gives its bits.
+
+        All ranks of the job call it, each with its own rank's :attr:`exchange_log` of that run.
+
+        Raises:
+            OptionError: All replicas are one site.
+            StateError: It is no such log. Nothing changes then.
+        """
+        self._exchanges("replay").replay(log)
+
+    def _exchanges(self, call: str) -> LocalSteps:
+        local = self._require().workers[0].local
+        if local is None:
+            raise OptionError(f"{call}: all replicas are one site: expected Options(synchrony=adaptra.Local(...))")
+        return local
 
     def take(self, fitting: FittingModel) -> None:
         """Load a state that fits, for adaptra's own modules."""

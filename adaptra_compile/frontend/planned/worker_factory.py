@@ -15,6 +15,7 @@ from adaptra.report import perfetto
 from adaptra.runtime.control.deciding.replanning import Planning
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.runtime.data_parallel.sites import Sites
 from adaptra.runtime.devices.device_clock import OpClock
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.injection.failures import FailureLog, Failures
@@ -83,11 +84,12 @@ class WorkerFactory:
         run, hosts_guests = launched.job.run, len(launched.transports) > 1 and not launched.in_threads
         turns = DeviceTurns() if hosts_guests else None
 
-        def start(parts: tuple[Transport, Replicas, Mapping[str, Tensor]]) -> Worker:
-            transport, replicas, state = parts
-            folder = _telemetry(self.options, launched, replicas.index).folder
+        def start(parts: tuple[Transport, Replicas, Sites | None, Mapping[str, Tensor]]) -> Worker:
+            transport, replicas, sites, state = parts
+            replica = launched.world.seat(WorkerId(transport.rank)).replica
+            folder = _telemetry(self.options, launched, replica).folder
             stages = stages_of(launched.pipeline_of(transport).rank, initial.case.placement)
-            faults, number = tuple(faults_of_worker(self.faults, replicas.index, stages)), WorkerId(transport.rank)
+            faults, number = tuple(faults_of_worker(self.faults, replica, stages)), WorkerId(transport.rank)
             may_fail_from = self.failed.enters(number, launched.world, first_step)
             faulty = FaultyTransport(transport, faults) if faults else None
             carrier = transport if faulty is None else faulty
@@ -104,6 +106,7 @@ class WorkerFactory:
                 launched.world,
                 launched.membership,
                 replicas,
+                sites,
                 Monitor(pipeline.rank, placement, read=clock.read),
                 clock,
                 Pacing(emulated, faults),
@@ -112,7 +115,7 @@ class WorkerFactory:
                 self.options,
                 turns,
             )
-            recorder, path = recorders[replicas.index], None if folder is None else Path(folder)
+            recorder, path = recorders[replica], None if folder is None else Path(folder)
             telemetry = RankTelemetry(pipeline.rank, run, recorder, pipeline, path, perfetto.write)
             worker = Worker(
                 self.compiled,
@@ -129,7 +132,7 @@ class WorkerFactory:
             return worker
 
         with ExitStack() as opened:
-            parts = [*zip(launched.transports, launched.replicas, states, strict=True)]
+            parts = [*zip(launched.transports, launched.replicas, launched.sites, states, strict=True)]
             # Replicas measure their links as workers start, and each waits for the others.
             workers = on_threads(start, parts, launched.device) if hosts_guests else [*map(start, parts)]
             opened.pop_all()
@@ -160,7 +163,7 @@ def states_with_guests(
         kept = {name: one for name, one in last.items() if earlier is not None and earlier.state.get(name) is home[name]}
         return {name: kept.get(name, one.clone()) if name in compiled.changing else one for name, one in home.items()}
 
-    guests = [of_guest(one.index) for one in launched.replicas if one.index != launched.replica]
+    guests = [of_guest(replica) for replica in launched.replicas_here if replica != launched.replica]
     return [home, *others, *guests]
 
 
@@ -173,7 +176,7 @@ def open_recorders(
     """
     recorders: Recorders = dict(open_already or {})
     with ExitStack() as opened:
-        for replica in {one.index for one in launched.replicas}.difference(recorders):
+        for replica in set(launched.replicas_here).difference(recorders):
             telemetry, on_event = _telemetry(options, launched, replica), options.on_event
             if replica != launched.replica:
                 telemetry, on_event = Telemetry(folder=telemetry.folder), None

@@ -41,7 +41,7 @@ class HeldState:
     def align_copies(self) -> None:
         """Copy the first rank's values to the copies on other ranks. All ranks call it. One process has nothing to align."""
         if self._local.have_copies:
-            self._local.on_every_rank(lambda worker: worker.values.align_copies(), "load_state_dict")
+            self._local.on_every_rank(lambda worker: worker.align_copies(), "load_state_dict")
 
     def whole(self) -> dict[str, Tensor]:
         """Return the whole model's state on the job's first rank: see :meth:`adaptra.frontend.api.Pipeline.full_state_dict`."""

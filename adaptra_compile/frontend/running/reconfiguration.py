@@ -332,5 +332,14 @@ class Reconfiguration:
         return self._local.launched.tell("change", text, self._spec.options.timeout, self._local.check)
 
     def _agreed(self, what: str, call: str, ready: Callable[[], tuple[Result, Consent]]) -> Result:
-        """Prepare a move and wait until every rank can make it: see :meth:`.local_workers.LocalWorkers.agreed`."""
+        """Prepare a move and wait until every rank can make it: see :meth:`.local_workers.LocalWorkers.agreed`.
+
+        Raises:
+            OptionError: Sites update by themselves.
+        """
+        if self._local.launched.world.sites > 1:
+            raise OptionError(
+                f"{call}: sites update by themselves under Options(synchrony=adaptra.Local(...)), and what they have learnt "
+                "since their last exchange does not move: expected the model, roles and cut points of the first step"
+            )
         return self._local.agreed(what, call, ready, self._spec.options.timeout)

@@ -28,7 +28,7 @@ def agree_on_shape(new: NewShape, number: int, launched: Launch, worker: Worker,
     Raises:
         BatchError: Another rank has a batch of another shape.
     """
-    own_transport = launched.transports[[one.index for one in launched.replicas].index(worker.replica)]
+    own_transport = launched.transports[launched.replicas_here.index(worker.replica)]
     transport, world = launched.pipeline_of(own_transport), launched.world
     job_ranks, store = world.hosts_of(world.pipeline(worker.replica)), records_of(transport)
     name, own = f"agree/shape/{number}", transport.rank

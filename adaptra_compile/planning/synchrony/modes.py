@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Final
 
+from adaptra.checks import is_finite, is_whole, require_flag
 from adaptra.errors import OptionError
+from adaptra.known_keywords import known_keywords
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -59,15 +61,77 @@ class Deadline:
         return f"deadline={self.quorum:g}"
 
 
-@dataclass(frozen=True, slots=True)
-class Local:
-    """Each replica updates by itself, and all exchange what they have learnt once in a while (DiLoCo).
+@known_keywords
+@dataclass(frozen=True, kw_only=True)
+class Outer:
+    """The optimizer that takes what sites have learnt for a gradient: SGD, as ``torch.optim.SGD``.
 
     Attributes:
-        every: The number of steps between two exchanges.
+        lr: The learning rate; 1 without momentum takes the mean of the sites' parameters.
+        momentum: The factor of the updates before.
+        nesterov: Whether to look ahead by the momentum.
+
+    Raises:
+        OptionError: A value is out of range; names it.
+    """
+
+    lr: float = 0.7
+    momentum: float = 0.9
+    nesterov: bool = True
+
+    def __post_init__(self) -> None:
+        if not (is_finite(self.lr) and self.lr > 0):
+            raise OptionError(f"Outer: lr={self.lr!r}: expected a number above 0")
+        if not (is_finite(self.momentum) and 0 <= self.momentum < 1):
+            raise OptionError(f"Outer: momentum={self.momentum!r}: expected a number of at least 0, and below 1")
+        require_flag("Outer: nesterov", self.nesterov)
+        if self.nesterov and not self.momentum:
+            raise OptionError("Outer: nesterov=True, momentum=0: expected momentum above 0, or nesterov=False")
+
+
+@known_keywords
+@dataclass(frozen=True)
+class Local:
+    """Each site updates by itself, and all exchange what they have learnt once in a while (DiLoCo).
+
+    A site is as many consecutive replicas as each other one has. Its replicas stay equal to the last bit. Each stage has its
+    own exchange, and these are spread over the interval. At a stage's exchange its parameters become equal on all sites.
+
+    Attributes:
+        every: The number of steps between two exchanges of a stage.
+        outer: The optimizer that takes what sites have learnt for a gradient.
+        sites: The number of sites. None: each replica is one.
+        quorum: The number of sites that suffice for an exchange, more than half of them. A site that comes later than
+            ``grace`` misses that exchange, and what it has learnt is in a later one. None: all. With a quorum the clock
+            decides who is in an exchange.
+        grace: With a quorum, the seconds for which others are waited for once it is there.
+
+    Raises:
+        OptionError: A value is out of range; names it.
     """
 
     every: int = 32
+    _: KW_ONLY
+    outer: Outer = Outer()
+    sites: int | None = None
+    quorum: int | None = None
+    grace: float = 1.0
+
+    def __post_init__(self) -> None:
+        counts: tuple[tuple[str, object, int], ...] = (
+            ("every", self.every, 1),
+            ("sites", self.sites, 2),
+            ("quorum", self.quorum, 1),
+        )
+        for name, value, least in counts:
+            if not ((is_whole(value) and value >= least) or (value is None and name != "every")):
+                expected = f"a whole number of at least {least}" + (", or None" if name != "every" else "")
+                raise OptionError(f"Local: {name}={value!r}: expected {expected}")
+        outer: Any = self.outer
+        if not isinstance(outer, Outer):
+            raise OptionError(f"Local: outer={outer!r}: expected adaptra.Outer(...)")
+        if not (is_finite(self.grace) and self.grace >= 0):
+            raise OptionError(f"Local: grace={self.grace!r}: expected seconds, a number of at least 0")
 
     def __str__(self) -> str:
         return f"local={self.every}"
@@ -99,6 +163,8 @@ def parse_mode(text: str) -> Mode:
     name, _, number = text.partition("=")
     try:
         return _WORDS[text] if text in _WORDS else _NUMBERED[name](number)
+    except OptionError:
+        raise
     except (KeyError, ValueError):
         raise OptionError(f"mode {text!r}: expected {FORMS}") from None
 
@@ -114,12 +180,22 @@ def check_mode(mode: Mode, replicas: int) -> None:
             _check_order(mode, replicas)
         case Deadline(quorum=quorum) if not (math.isfinite(quorum) and 0 < quorum <= 1):
             raise OptionError(f"mode {mode}: expected a share above 0, and at most 1")
-        case Local(every=every) if every < 1:
-            raise OptionError(f"mode {mode}: expected at least 1 step")
-        case Local() if replicas < 2:
-            raise OptionError(f"mode {mode}: expected at least 2 replicas, which exchange")
-        case Synchronous() | Deadline() | Local():
+        case Local():
+            _check_sites(mode, replicas)
+        case Synchronous() | Deadline():
             pass
+
+
+def _check_sites(mode: Local, replicas: int) -> None:
+    if replicas < 2:
+        raise OptionError(f"mode {mode}: expected at least 2 replicas, which exchange")
+    sites = mode.sites or replicas
+    if replicas % sites:
+        raise OptionError(f"Local(sites={sites}) with {replicas} replicas: expected sites of equally many replicas")
+    if mode.quorum is not None and not sites < 2 * mode.quorum <= 2 * sites:
+        raise OptionError(
+            f"Local(quorum={mode.quorum}) with {sites} sites: expected {sites // 2 + 1} to {sites}, more than half of them"
+        )
 
 
 def _check_order(mode: XOrder, replicas: int) -> None:

@@ -47,6 +47,10 @@ class EventKind(Enum):
     After the first one: as a port was measured to be narrow. ``text`` says who, by how much, which way, and what others
     would take.
     """
+    EXCHANGED = "exchanged"
+    """After ``step`` this rank's site has exchanged with others what they had learnt. ``text`` says of which stage, who took
+    part and by what weight, and how long it took.
+    """
     COORDINATES = "coordinates"
     """This rank coordinates from now on, in place of another."""
     RESIGNED = "resigned"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.runtime.data_parallel.sites import Sites
 from adaptra.runtime.devices.device_clock import OpClock
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.injection.failures import Failures
@@ -28,7 +29,8 @@ class RankContext:
         job: The transport of all ranks of the job, of which that is a part; the same without replicas.
         world: The world of the job's workers.
         membership: This process's.
-        replicas: The ranks that have copies of these stages.
+        replicas: The ranks that have copies of these stages, and average gradients with this one.
+        sites: Those that do so in other sites; None where all replicas are one site.
         monitor: Records ops, messages, the flights of probes and the sum over replicas.
         clock: Marks the start and end of ops on this rank's device.
         pacing: Lengthens ops on emulated devices and slowed stages.
@@ -44,6 +46,7 @@ class RankContext:
     world: World
     membership: ProcessMembership
     replicas: Replicas
+    sites: Sites | None
     monitor: Monitor
     clock: OpClock
     pacing: Pacing
@@ -75,4 +78,4 @@ class RankContext:
     @property
     def replica(self) -> int:
         """This pipeline's number among the replicas."""
-        return self.replicas.index
+        return self.world.seat(WorkerId(self.worker)).replica

@@ -12,6 +12,7 @@ from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Program
 from adaptra.program.placement import stages_of
+from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.data_parallel.kept_buffers import KeptBuffers
 from adaptra.runtime.data_parallel.replica_buffers import ReplicaBuffers
 from adaptra.runtime.data_parallel.shards import Shards
@@ -20,6 +21,7 @@ from adaptra.runtime.outputs.step_outputs import StepOutputs
 from adaptra.runtime.step_messages.gradient_norms import GradientNorms
 from adaptra.runtime.step_messages.probes import Probes
 from adaptra.runtime.step_messages.shared_gradients import Gradients, SharedParameter
+from adaptra.runtime.synchrony.local_steps import LocalSteps
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
 from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
 from adaptra.runtime.worker.step.executor import Executor
@@ -53,6 +55,7 @@ class StepParts:
         buffers: Keeps the buffers of replicas equal.
         kept: Copies of other replicas' buffers in a job that survives their loss.
         shards: Who owns which parameters; None if every replica steps all.
+        local: The exchanges between sites that update by themselves; None where all replicas are one site.
         first: What of this rank depends on the shape of the compilation.
     """
 
@@ -92,11 +95,18 @@ class StepParts:
             context.replicas, changing, (0,) if options.broadcast_buffers else range(context.replicas.count)
         )
         self.shards: Shards | None = None
+        self.local: Final = self._local_steps(compiled, trainable)
         self.factory: Final = StageFactory(
             compiled, state, microbatches, context, reduction, self.gradients, self.end.complete, self.buffers.wait
         )
         self.first: Final = self.factory.first()
         self._foreign = ForeignStages(self.factory, context, shared)
+
+    def close(self) -> None:
+        """End the sum over replicas, and the exchanges between sites. There is no later step."""
+        self.end.close()
+        if self.local is not None:
+            self.local.close()
 
     def shard(self, shards: Shards) -> None:
         """Let parameters have owners from the next step on."""
@@ -191,6 +201,9 @@ class StepParts:
         self.end.reduce()
         losses = shape.losses.end_step(timeout)
         certificate = self.end.certify(Contribution(replica, shape.shape.rows, losses))
+        if self.local is not None and certificate.has_gradients:
+            rows, weight = sum(shape.shape.rows), certificate.divisor
+            self.local.count(rows if weight is None else weight / self._context.replicas.count)
         self._probes.end_step(timeout)
         self.kept.gather()
         return certificate
@@ -235,6 +248,18 @@ class StepParts:
     def outputs(self, shape: StepShape) -> dict[int, StepOutputs]:
         """Return what takes the model's outputs of a step, by this replica; nothing if the last stage is on another rank."""
         return {self._context.replica: StepOutputs(shape.rows)} if self.factory.last in self.factory.own else {}
+
+    def _local_steps(self, compiled: CompiledStages, trainable: Mapping[str, Tensor]) -> LocalSteps | None:
+        context, local = self._context, self._context.options.local
+        if local is None or context.sites is None:
+            return None
+        owners = {one.name: one.owner for one in compiled.tied}
+        fragments: dict[int, dict[str, Tensor]] = {}
+        for stage in stages_of(context.rank, context.placement):
+            for name in compiled.train[stage].trainable:
+                fragments.setdefault(owners.get(name, stage), {})[name] = trainable[name]
+        store = under("synchrony", context.job.store)
+        return LocalSteps(local, fragments, len(compiled.train), context.replicas, context.sites, store)
 
     def _begin_stages(
         self, stages: Mapping[int, ForwardStage], outputs: Mapping[int, StepOutputs], loss_scale: float, steps_before: int

@@ -61,7 +61,7 @@ def test_usual_modes_depend_on_who_is_slow() -> None:
             {"replicas": 8, "phi": 1, "modes": ["deadline=2"]},
             "c.json: mode deadline=2: expected a share above 0, and at most 1",
         ),
-        ({"replicas": 8, "phi": 1, "modes": ["local=0"]}, "c.json: mode local=0: expected at least 1 step"),
+        ({"replicas": 8, "phi": 1, "modes": ["local=0"]}, "c.json: Local: every=0: expected a whole number of at least 1"),
         ({"replicas": 1, "phi": 1, "modes": ["local=2"]}, "c.json: mode local=2: expected at least 2 replicas, which exchange"),
         (
             {"replicas": 8, "phi": 1, "modes": ["fast"]},

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from errors_table import check_documented
 
 from adaptra.errors import LaunchError
-from adaptra.runtime.launch.launch import Launch, _world, launch  # pyright: ignore[reportPrivateUsage]
+from adaptra.runtime.launch.launch import Launch, Wanted, _world, launch  # pyright: ignore[reportPrivateUsage]
 from adaptra.runtime.transports.c10d.c10d import C10dTransport
 
 ARGUMENTS = {"stages": "1"}
@@ -57,7 +57,7 @@ def test_ranks_that_do_not_fit_the_stages_are_refused(stages: int) -> None:
 
 def test_replicas_take_a_launcher_and_a_gpu_of_their_own_under_nccl() -> None:
     with pytest.raises(LaunchError) as alone:
-        launch(2, None, ARGUMENTS, 5, roles=3)
+        launch(2, None, ARGUMENTS, 5, wanted=Wanted(roles=3))
     check_documented("LaunchError", str(alone.value), "replicas=…: expected 1 without a launcher; start … to … processes")
     with pytest.raises(LaunchError) as on_one_gpu:
         _world(2, 3, 2, "nccl")

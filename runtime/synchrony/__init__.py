@@ -1,0 +1,1 @@
+"""Synchronisation modes other than exact: what replicas exchange, when, and who takes part."""

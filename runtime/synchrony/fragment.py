@@ -1,0 +1,140 @@
+"""A fragment: the parameters of one stage, what they were after the last exchange, and the outer optimizer.
+
+What a site has learnt is the difference between the two. The outer optimizer takes the mean of what all sites have learnt for a
+gradient (Douillard et al., 2023, DiLoCo). It works in float32 or better, in memory of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from adaptra.errors import StateError
+from adaptra.planning.synchrony.modes import Outer
+
+_HOST: Final = torch.device("cpu")
+_SAVED: Final = ("parameters", "after", "momentum")
+"""Of each parameter: its value, that after the last exchange, and the outer optimizer's momentum."""
+
+
+class Fragment:
+    """One rank's copy of a fragment.
+
+    Args:
+        parameters: Its parameters by name, in the same order on all ranks that have it.
+        outer: The outer optimizer's settings.
+
+    Attributes:
+        parameters: As given.
+        updates: The number of exchanges whose update is in the parameters.
+        trained: What this site has trained on since it last took part in one: its weight in the next.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], outer: Outer) -> None:
+        self.parameters = parameters
+        self.updates = 0
+        self.trained = 0.0
+        self._outer = outer
+        self._after = [torch.empty_like(one, dtype=_precise(one), device=_HOST) for one in parameters.values()]
+        self.begin()
+
+    def begin(self) -> None:
+        """Take the parameters as they are for those after an exchange, with an outer optimizer that has made no update."""
+        self.trained = 0.0
+        self._optimizer = torch.optim.SGD(
+            self._after, lr=self._outer.lr, momentum=self._outer.momentum, nesterov=self._outer.nesterov
+        )
+        for after, parameter in zip(self._after, self.parameters.values(), strict=True):
+            after.copy_(parameter.detach())
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that an exchange adds up."""
+        return sum(one.nbytes for one in self._after)
+
+    def learnt(self) -> list[Tensor]:
+        """Return by how much the parameters were greater after the last exchange: what a gradient would take off them."""
+        return [after - one.detach().to(after) for after, one in zip(self._after, self.parameters.values(), strict=True)]
+
+    def update(self, learnt: Sequence[Tensor]) -> None:
+        """Replace the parameters by what the outer optimizer makes of the mean of what sites have learnt."""
+        for after, gradient in zip(self._after, learnt, strict=True):
+            after.grad = gradient
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        with torch.no_grad():
+            for after, parameter in zip(self._after, self.parameters.values(), strict=True):
+                parameter.copy_(after)
+        self.updates += 1
+        self.trained = 0.0
+
+    @property
+    def state(self) -> list[Tensor]:
+        """The parameters after the last exchange, and the momentum of each: the tensors themselves."""
+        return [one for part in self._parts for one in part]
+
+    def take(self, state: Sequence[Tensor], updates: int) -> None:
+        """Go on from the :attr:`state` of a rank that has so many updates. The parameters stay what they are."""
+        for own, value in zip(self.state, state, strict=True):
+            own.copy_(value)
+        self.updates = updates
+
+    def saved(self) -> dict[str, Any]:
+        """Return what the fragment needs to go on after a restart: the tensors themselves, by parameter."""
+        named = dict(
+            zip(
+                _SAVED, (self.parameters, *(dict(zip(self.parameters, part, strict=True)) for part in self._parts)), strict=True
+            )
+        )
+        return {"updates": self.updates, "trained": self.trained, **named}
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what :func:`check_saved` has taken."""
+        self.updates, self.trained = saved["updates"], saved["trained"]
+        with torch.no_grad():
+            for part, own in self.saved().items():
+                for name, value in saved[part].items() if part in _SAVED else ():
+                    own[name].copy_(value)
+
+    @property
+    def _parts(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        return self._after, [self._momentum_of(one) for one in self._after]
+
+    def _momentum_of(self, after: Tensor) -> Tensor:
+        # A momentum of zeros gives the bits of none: 0.9 · 0 + g is g.
+        state = self._optimizer.state[after]
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(after)
+        return state["momentum_buffer"]
+
+
+def check_saved(fragment: Fragment, saved: Any) -> int:
+    """Return the steps since the last exchange that a fragment's saved state tells.
+
+    Raises:
+        StateError: It does not fit the fragment; names what.
+    """
+    match saved:
+        case {"updates": int(), "trained": float() | int(), "since": int(since)}:
+            expected = _shapes(fragment.parameters)
+            for part in _SAVED:
+                shapes = _shapes(saved.get(part))
+                wrong = [name for name in {**expected, **shapes} if shapes.get(name) != expected.get(name)]
+                if wrong:
+                    raise StateError(
+                        f"outer state: {part} of {wrong[0]}: of shape {shapes.get(wrong[0])}: expected {expected.get(wrong[0])}"
+                    )
+            return since
+        case _:
+            raise StateError(f"outer state: {saved!r:.60}: expected numbers and tensors of pipe.outer_state_dict()")
+
+
+def _shapes(tensors: Any) -> dict[str, object]:
+    return {name: getattr(one, "shape", None) for name, one in tensors.items()} if isinstance(tensors, Mapping) else {}
+
+
+def _precise(parameter: Tensor) -> torch.dtype:
+    return torch.promote_types(parameter.dtype, torch.float32)
