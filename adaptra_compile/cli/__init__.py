@@ -347,6 +347,7 @@ def _modes(add: _Add) -> None:
     )
     parser.add_argument("--modes", type=_names, metavar="MODE,…", help="the modes to compare with exact (default: all)")
     parser.add_argument("--allow", type=_names, metavar="KIND,…", help="kinds that may be chosen: x-order, deadline, local")
+    parser.add_argument("--job", metavar="FILE", help="a job's case: what moving work on its workers and links would bring")
     _json(parser)
 
 

@@ -14,6 +14,8 @@ from adaptra.equations.synchrony import SYNCHRONY_SYMBOLS, synchrony_equations
 from adaptra.errors import OptionError
 from adaptra.planning.synchrony.case import FIELDS, SynchronyCase, parse_case, read_case_fields
 from adaptra.planning.synchrony.choice import ModeChoice
+from adaptra.planning.synchrony.reallocation import Reallocation, reallocation
+from adaptra.simulation.case_files import load_case
 
 
 def run_modes(options: Namespace) -> str:
@@ -24,11 +26,12 @@ def run_modes(options: Namespace) -> str:
         OptionError: The noise scale or the number of replicas is missing, or a slow replica can't be read.
     """
     choice = ModeChoice(_case(options))
+    moved = reallocation(choice.case, choice.times, None if options.job is None else load_case(options.job))
     if options.json:
-        return as_json(choice.to_json())
+        return as_json(choice.to_json() | {"reallocation": moved.to_json()})
     case = choice.case
     title = f"{case.replicas} replicas, {case.batch:g} samples each a step, noise scale {case.phi:g} samples"
-    return "\n".join([tables.modes(title, choice, line_width(options)), *_lines(choice)]) + "\n"
+    return "\n".join([tables.modes(title, choice, line_width(options)), *_lines(choice, moved)]) + "\n"
 
 
 def _case(options: Namespace) -> SynchronyCase:
@@ -50,9 +53,11 @@ def _slow(word: str) -> tuple[str, float]:
     return match[1], float(match[2])
 
 
-def _lines(choice: ModeChoice) -> Iterator[str]:
-    """Yield what is said below the table: the choice and why, the bound, STAR's rules, and the equation with numbers."""
+def _lines(choice: ModeChoice, moved: Reallocation) -> Iterator[str]:
+    """Yield what is said below the table: what moved work brings, the choice and why, bound, STAR's rules, the equation."""
     yield "updates and time are over exact's; of old gradients (≈) and local steps only a trial says what they do to a model"
+    for index, line in enumerate(moved.lines()):
+        yield f"{'' if index else 'first':9} {line}"
     yield f"choice    {choice.chosen.mode}"
     for index, reason in enumerate(choice.reasons()):
         yield f"{'' if index else 'because':9} {reason}"

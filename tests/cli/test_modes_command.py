@@ -25,6 +25,7 @@ def test_the_table_has_all_modes_the_choice_and_the_equation_with_numbers(capsys
     assert rows["exact"][1:] == ["1024", "0", "1.000", "1.000", "same"]
     assert rows["local=32"][-3:] == ["trial", "trial", "other"]
     assert "≈" in rows["asynchronous"] and "≈" not in rows["deadline=0.9"]
+    assert "first     shares of microbatches: 1.6734 s an update instead of 2.1403 (21.8% less)" in shown
     assert "choice    stealing" in shown
     assert any(line.startswith("because   stealing takes 33.0% less time to a loss than exact") for line in shown)
     assert "time to a loss: T*(1/sin(pi/(4*tau + 2)) + phi/B)" in shown
@@ -39,6 +40,18 @@ def test_json_has_the_case_and_options_replace_what_a_file_says(tmp_path: Path, 
     assert found["case"]["seconds"] == 0.1 and found["case"]["exchange"] == 0.5
     assert found["choice"] == "exact" and found["trials"] == ["local=32"]
     assert found["modes"][-1]["updates"] is None
+
+
+def test_a_jobs_links_say_what_a_detour_brings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.json"
+    job = {"P": 2, "S": 2, "M": 4, "t_f": 1, "t_i": 1, "t_w": 1, "c": 0.1, "links": {"0-1": {"c": 4, "o": 3}}}
+    path.write_text(json.dumps(job))
+    pair = ("modes", "--replicas", "2", "--phi", "9", "--job", str(path))
+    assert "the job's case, from 1F1B: detour is best of keep " in printed(capsys, *pair)
+    found = json.loads(printed(capsys, *pair, "--json"))["reallocation"]
+    assert found["equal"] == found["shared"] == 1.0 and found["job"]["choice"] == "detour"
+    assert main(["modes", "--replicas", "3", "--phi", "9", "--job", str(path)]) == 2
+    assert capsys.readouterr().err == "adaptra: job job: 2 replicas: expected 3, as in the case of the modes\n"
 
 
 def test_modes_are_those_that_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
