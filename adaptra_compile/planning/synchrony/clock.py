@@ -1,6 +1,7 @@
-"""The simulated clock: seconds of an update in each mode, its samples and the age of its gradients, from drawn times of steps.
+"""The simulated clock: when updates happen in each mode, and which microbatches are in them, from drawn times of steps.
 
-All modes see the same times: the n-th step of a replica takes as long in each of them.
+All modes see the same times: the n-th step of a replica takes as long in each of them. :func:`updates_of` yields the updates
+one by one, for whoever trains beside the clock. :func:`pace_of` takes means over them.
 """
 
 from __future__ import annotations
@@ -9,10 +10,11 @@ import heapq
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count, cycle, islice
 from operator import mul
-from typing import Final
+from typing import Final, NamedTuple
 
 from adaptra.planning.synchrony.case import SynchronyCase
 from adaptra.planning.synchrony.modes import Deadline, Groups, Local, Mode, Synchronous, XOrder
@@ -26,6 +28,48 @@ _GAP: Final = 1 / 6
 
 StepTimes = Sequence[Sequence[float]]
 """The seconds of each step of each replica: one row per step."""
+
+
+class ReplicaPart(NamedTuple):
+    """What one replica has in an update.
+
+    Attributes:
+        replica: The replica whose microbatches they are, whoever computes them.
+        microbatches: Their numbers in the order in which the replica takes its data. None is left out: one that an update
+            goes without is the first of a later one.
+        age: How many updates old the parameters are that the gradients are of.
+    """
+
+    replica: int
+    microbatches: range
+    age: int
+
+
+@dataclass(frozen=True, slots=True)
+class TimedUpdate:
+    """An update, and when it happens.
+
+    Attributes:
+        moment: Seconds from the start until the replicas in it have its parameters.
+        parts: What each replica has in it.
+        exchanged: Whether replicas exchange in it. Without, each replica changes its own parameters.
+        anew: The replicas whose gradients were too old, since the update before: one for each step that is computed anew.
+    """
+
+    moment: float
+    parts: tuple[ReplicaPart, ...]
+    exchanged: bool = True
+    anew: tuple[int, ...] = ()
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches are in it."""
+        return sum(len(part.microbatches) for part in self.parts)
+
+    @property
+    def age(self) -> float:
+        """The mean age of its gradients."""
+        return sum(len(part.microbatches) * part.age for part in self.parts) / self.microbatches
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,24 +114,49 @@ def draw_times(case: SynchronyCase, seed: int = 0) -> StepTimes:
     return [[step(factor) for factor in factors] for _ in range(count)]
 
 
-def pace_of(mode: Mode, case: SynchronyCase, times: StepTimes) -> Pace:
-    """Return how a mode goes on when steps take these times."""
+def updates_of(mode: Mode, case: SynchronyCase, times: StepTimes) -> Iterator[TimedUpdate]:
+    """Yield one update after the other, without end: after the last of the times the first follows again."""
     match mode:
         case Synchronous(stealing=stealing):
-            shares, count = shared_microbatches(case), case.microbatches
-            moments = [stolen(row, shares, count) if stealing else max(map(mul, row, shares)) / count for row in times]
-            return Pace(sum(moments) / len(moments) + case.exchange, {(case.replicas * case.batch, 0.0): len(moments)})
+            return _together(stolen if stealing else _by_shares, case, times)
         case XOrder(x=None, groups=groups, staleness=limit):
-            return _grouped(groups_by_speed(case.factors) if isinstance(groups, bool) else groups, limit, case, times)
+            return _reported(groups_by_speed(case.factors) if isinstance(groups, bool) else groups, 1, limit, case, times)
         case XOrder(x=x, staleness=limit):
-            return _in_order(x or case.replicas, limit, case, times)
+            return _reported(tuple((one,) for one in range(case.replicas)), x or case.replicas, limit, case, times)
         case Deadline(quorum=quorum):
-            counts = [_by_quorum(row, case.microbatches, quorum) for row in times]
-            seconds = sum(moment for moment, _ in counts) / len(counts) + case.exchange
-            samples = case.batch / case.microbatches
-            return Pace(seconds, Counter((count * samples, 0.0) for _, count in counts))
+            return _by_quorum(quorum, case, times)
         case Local(every=every):
             return _between_exchanges(every, case, times)
+
+
+def pace_of(mode: Mode, case: SynchronyCase, times: StepTimes) -> Pace:
+    """Return how a mode goes on when steps take these times: each time is in some update."""
+    moment, updates, most, anew, steps = 0.0, Counter[tuple[float, float]](), 0, 0, 0
+    samples = case.batch / case.microbatches
+    for update in _until_used(mode, case, times):
+        moment = update.moment
+        updates[update.microbatches * samples, update.age] += 1
+        most = max(most, *(part.age for part in update.parts))
+        anew, steps = anew + len(update.anew), steps + len(update.anew) + len(update.parts)
+    return Pace(moment / sum(updates.values()), updates, most, anew / steps)
+
+
+def _until_used(mode: Mode, case: SynchronyCase, times: StepTimes) -> Iterator[TimedUpdate]:
+    """Yield updates until each time is in some; in x-order, until the replica that is ahead has used all of its own."""
+    updates = updates_of(mode, case, times)
+    if not isinstance(mode, XOrder):
+        every = mode.every if isinstance(mode, Local) else 1
+        yield from islice(updates, math.ceil(len(times) / every) * every)
+        return
+    used, steps = math.inf, Counter[int]()
+    for update in updates:
+        if update.moment > used:
+            return
+        yield update
+        steps.update(update.anew)
+        steps.update(part.replica for part in update.parts)
+        if max(steps.values()) >= len(times):
+            used = update.moment
 
 
 def capacity(case: SynchronyCase, times: StepTimes) -> float:
@@ -161,68 +230,94 @@ def stolen(row: Sequence[float], shares: Sequence[int], microbatches: int) -> fl
     return max(ends)
 
 
-def _by_quorum(row: Sequence[float], microbatches: int, quorum: float) -> tuple[float, int]:
-    """Return when the quorum is in, and how many microbatches are then."""
-    ends = sorted(moment * (1 + done) / microbatches for moment in row for done in range(microbatches))
-    moment = ends[math.ceil(quorum * len(ends)) - 1]
-    return moment, sum(end <= moment for end in ends)
+def _by_shares(row: Sequence[float], shares: Sequence[int], microbatches: int) -> float:
+    """Return when the last microbatch ends if replicas compute their shares; arguments are those of :func:`stolen`."""
+    return max(map(mul, row, shares)) / microbatches
 
 
-def _between_exchanges(every: int, case: SynchronyCase, times: StepTimes) -> Pace:
-    """Return the pace of local steps: all meet at an exchange only."""
-    rounds = list(_rounds(every, times))
-    moments = [max(map(sum, zip(*rows, strict=True))) for rows in rounds]
-    seconds = (sum(moments) / len(moments) + case.exchange) / every
-    return Pace(seconds, {(case.replicas * case.batch, 0.0): len(moments) * every})
+def _together(
+    last: Callable[[Sequence[float], Sequence[int], int], float], case: SynchronyCase, times: StepTimes
+) -> Iterator[TimedUpdate]:
+    """Yield updates that have all microbatches of a step. ``last`` says when these end."""
+    now, shares = 0.0, shared_microbatches(case)
+    for step, row in enumerate(cycle(times)):
+        now += last(row, shares, case.microbatches) + case.exchange
+        yield TimedUpdate(now, _whole_step(step, case))
 
 
-def _rounds(every: int, times: StepTimes) -> Iterator[StepTimes]:
-    """Yield the steps between exchanges; times are taken again from the first on until each has been in some."""
-    for begin in range(0, len(times), every):
-        yield [times[step % len(times)] for step in range(begin, begin + every)]
+def _whole_step(step: int, case: SynchronyCase) -> tuple[ReplicaPart, ...]:
+    """Return the parts of an update that has all microbatches of every replica's step."""
+    taken = _of_step(step, case)
+    return tuple(ReplicaPart(replica, taken, 0) for replica in range(case.replicas))
 
 
-def _in_order(x: int, limit: int | None, case: SynchronyCase, times: StepTimes) -> Pace:
-    """Return the pace of updates that happen when x replicas have reported, whichever they are."""
-    return _reported(tuple((replica,) for replica in range(case.replicas)), x, limit, case, times)
+def _of_step(step: int, case: SynchronyCase) -> range:
+    """Return the microbatches of a replica's step, if each step before was whole."""
+    return range(step * case.microbatches, (step + 1) * case.microbatches)
 
 
-def _grouped(groups: Groups, limit: int | None, case: SynchronyCase, times: StepTimes) -> Pace:
-    """Return the pace of groups that update by themselves, each with what all of its replicas report."""
-    return _reported(groups, 1, limit, case, times)
+def _by_quorum(quorum: float, case: SynchronyCase, times: StepTimes) -> Iterator[TimedUpdate]:
+    """Yield updates with what is in when the quorum is. What a replica lacks then it takes first in its next step."""
+    now, done, each = 0.0, [0] * case.replicas, case.microbatches
+    for row in cycle(times):
+        ends = [[moment * (1 + one) / each for one in range(each)] for moment in row]
+        every_end = sorted(end for of_replica in ends for end in of_replica)
+        last = every_end[math.ceil(quorum * len(every_end)) - 1]
+        parts: list[ReplicaPart] = []
+        for replica, of_replica in enumerate(ends):
+            begin, more = done[replica], sum(end <= last for end in of_replica)
+            if more:
+                parts.append(ReplicaPart(replica, range(begin, begin + more), 0))
+            done[replica] += more
+        now += last + case.exchange
+        yield TimedUpdate(now, tuple(parts))
 
 
-def _reported(groups: Groups, x: int, limit: int | None, case: SynchronyCase, times: StepTimes) -> Pace:
-    """Play reports, of which x are an update, until the group that is ahead has used all times."""
-    steps, updates, anew, most, now = [0] * len(groups), Counter[tuple[float, float]](), 0, 0, 0.0
-    began, waiting, ahead = [0] * len(groups), list[int](), 0
+def _between_exchanges(every: int, case: SynchronyCase, times: StepTimes) -> Iterator[TimedUpdate]:
+    """Yield local steps: all meet at an exchange only. One that isn't the last before it ends with the slowest replica's."""
+    began = 0.0
+    ends = [0.0] * case.replicas
+    for step, row in enumerate(cycle(times)):
+        ends = [end + moment for end, moment in zip(ends, row, strict=True)]
+        exchanged = (step + 1) % every == 0
+        began_next = began + max(ends) + case.exchange * exchanged
+        yield TimedUpdate(began_next, _whole_step(step, case), exchanged)
+        if exchanged:
+            began, ends = began_next, [0.0] * case.replicas
+
+
+def _reported(groups: Groups, x: int, limit: int | None, case: SynchronyCase, times: StepTimes) -> Iterator[TimedUpdate]:
+    """Yield updates with what x groups report, whichever are first. A group reports once all of its replicas are done.
+
+    A report that is too old isn't in any: the group computes the same microbatches anew.
+    """
+    steps, reports = [0] * len(groups), [0] * len(groups)
+    began, waiting, anew, now = [0] * len(groups), list[int](), list[int](), 0.0
 
     def end(group: int, begin: float) -> tuple[float, int]:
-        nonlocal ahead
         row = times[steps[group] % len(times)]
         steps[group] += 1
-        ahead = max(ahead, steps[group])
         return begin + max(row[replica] for replica in groups[group]), group
 
     ends = [end(group, 0.0) for group in range(len(groups))]
     heapq.heapify(ends)
-    count = 0
-    while ahead <= len(times) or not count or ends[0][0] <= now:
-        now, group = heapq.heappop(ends)
-        if limit is not None and count - began[group] > limit:
-            anew, began[group] = anew + 1, count
-            heapq.heappush(ends, end(group, now))
-            continue
-        waiting.append(group)
-        if len(waiting) < x:
-            continue
-        sizes = [len(groups[one]) for one in waiting]
-        ages = [count - began[one] for one in waiting]
-        reports = sum(sizes)
-        updates[reports * case.batch, sum(size * age for size, age in zip(sizes, ages, strict=True)) / reports] += 1
-        most, count = max(most, *ages), count + 1
-        for one in waiting:
-            began[one] = count
-            heapq.heappush(ends, end(one, now + case.exchange))
+    for number in count():
+        while len(waiting) < x:
+            now, group = heapq.heappop(ends)
+            if limit is not None and number - began[group] > limit:
+                anew += groups[group]
+                began[group] = number
+                heapq.heappush(ends, end(group, now))
+            else:
+                waiting.append(group)
+        parts = (
+            ReplicaPart(replica, _of_step(reports[group], case), number - began[group])
+            for group in waiting
+            for replica in groups[group]
+        )
+        yield TimedUpdate(now + case.exchange, tuple(parts), anew=tuple(anew))
+        for group in waiting:
+            began[group], reports[group] = number + 1, reports[group] + 1
+            heapq.heappush(ends, end(group, now + case.exchange))
         waiting.clear()
-    return Pace((now + case.exchange) / count, updates, most, anew / sum(steps))
+        anew.clear()
