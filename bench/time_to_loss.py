@@ -84,8 +84,8 @@ def link_rows(given: Namespace, runs: Runs) -> Iterator[Row]:
             name = f"two sites: {one.name}, {what} {rate:.3g}"
             exact = times.at(EXACT, of_exact)
             yield interval(f"{name}, ÷ exact", times.at(one, rate), exact, most if is_fair else None)
-            losses = (times.losses_at(each, at, EXACT, of_exact) for each, at in ((one, rate), (EXACT, of_exact)))
-            yield interval(f"{name}, loss at equal tokens ÷ exact's", *losses, loss if is_fair else None)
+            ours, theirs = (times.losses_at(each, at, EXACT, of_exact) for each, at in ((one, rate), (EXACT, of_exact)))
+            yield interval(f"{name}, loss at equal tokens ÷ exact's", ours, theirs, loss if is_fair else None)
 
 
 def mode_rows(
