@@ -20,6 +20,7 @@ from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 from adaptra.runtime.measuring.measurement import choice_to_json
 from adaptra.runtime.measuring.reduces import StepReduces, usual_reduces
 from adaptra.runtime.telemetry.records import (
+    NormsTold,
     PathsChanged,
     RunEnded,
     RunStarted,
@@ -358,7 +359,7 @@ def _happening(timestamped: TimestampedRecord) -> Happening | None:
         case StepFailed():
             where = "" if record.trace is None else f"; last steps in {record.trace}"
             return Happening(record.step, record.rank, "failed", f"rank {record.rank}: {record.error}{where}")
-        case RunStarted() | StepTaken() | StepReduces() | RunEnded():
+        case RunStarted() | StepTaken() | StepReduces() | NormsTold() | RunEnded():
             return None
 
 

@@ -47,6 +47,10 @@ class Accumulators:
         self._earlier = {} if other is None else other._earlier
         self._sums = {}
 
+    def begins_from_earlier(self, names: Collection[str]) -> bool:
+        """Return whether a sum of these parameters has begun from gradients of earlier steps."""
+        return any(name in self._earlier for name in names)
+
     def add(self, name: str, gradient: Tensor, *, fresh: bool = False) -> None:
         """Add a gradient as autograd does.
 

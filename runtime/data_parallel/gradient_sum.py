@@ -21,6 +21,7 @@ from torch import Tensor
 from adaptra.profiled import named
 from adaptra.runtime.data_parallel.accumulators import Accumulators
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.runtime.data_parallel.sum_norms import SumNorms
 from adaptra.runtime.devices.events import recorded
 
 
@@ -125,6 +126,7 @@ class GradientSum:
         bucket: The most bytes of gradients that travel as one tensor.
         mean: Whether the sum is divided by the number of replicas.
         mark: The present time on this rank's device, as :meth:`adaptra.runtime.devices.device_clock.OpClock.mark`.
+        norms: Takes the norms of terms and results; None for none.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class GradientSum:
         bucket: int,
         mean: bool,
         mark: Callable[[], Any],
+        norms: SumNorms | None = None,
     ) -> None:
         self._replicas = replicas
         self._gradients = _InOrder(sums, late, bucket)
@@ -142,6 +145,7 @@ class GradientSum:
         self._bucket = bucket
         self._mean = mean
         self._mark = mark
+        self._norms = norms
         self._owners: list[int] = []
         self._has_begun = False
         self._begin: SimpleQueue[bool] = SimpleQueue()
@@ -161,6 +165,8 @@ class GradientSum:
         """Start a step, in which no gradient is complete yet."""
         self._gradients.begin_step()
         self._has_begun = False
+        if self._norms is not None:
+            self._norms.begin_step()
 
     def complete(self, name: str) -> None:
         """Record that the gradient of a parameter is complete, and begin the sum once a bucket is."""
@@ -212,10 +218,14 @@ class GradientSum:
                 self._ended.put(error)
 
     def _sum(self) -> tuple[Any, Any, int]:
-        parameters = self._gradients.parameters
+        parameters, order, get = self._gradients.parameters, self._gradients.order, self._gradients.take
+        if self._norms is not None:
+            get = self._norms.of_terms(order, get)
         if self._stream is not None:
             self._gradients.take(0)  # a sum on a GPU begins behind its first bucket's W
         started = self._mark()
         with named("REDUCE"):
-            nbytes = self._replicas.combine_gradients(parameters, self._gradients.take, mean=self._mean, owners=self._owners)
+            nbytes = self._replicas.combine_gradients(parameters, get, mean=self._mean, owners=self._owners)
+            if self._norms is not None:
+                self._norms.end_sum(order, self._owners)
         return started, self._mark(), nbytes

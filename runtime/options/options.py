@@ -30,7 +30,8 @@ class Options(RecordingOptions, InjectionOptions, TransportOptions, StageOptions
     - :class:`~adaptra.runtime.options.transport_options.TransportOptions`: ``timeout``, ``delegate``, ``addresses``,
       ``lossy_bf16``, ``survive``;
     - :class:`~adaptra.runtime.options.injection_options.InjectionOptions`: ``faults``, ``emulate``;
-    - :class:`~adaptra.runtime.options.recording_options.RecordingOptions`: ``on_event``, ``telemetry``.
+    - :class:`~adaptra.runtime.options.recording_options.RecordingOptions`: ``on_event``, ``telemetry``,
+      ``noise_scale``.
 
     Raises:
         OptionError: An option is invalid; names it, the given value and the expected one.

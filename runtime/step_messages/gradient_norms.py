@@ -9,7 +9,7 @@ same way whether any of them found a gradient that is not finite. Where the opti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import reduce
 from typing import Final
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.program.placement import stages_of
 from adaptra.runtime.data_parallel.shards import Shards
 from adaptra.runtime.devices.read_later import moved_to
 from adaptra.runtime.transports.base import Identity, Purpose, Transport
@@ -26,6 +27,18 @@ _DTYPES: Final = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _ABSENT: Final = 255
 """Stands for the precision of a parameter's norm that has no gradient."""
 _FLAG: Final = (TensorSpec((1,), torch.float32, stays_on_host=True),)
+
+
+def counted_on(stages: Collection[int], compiled: CompiledStages) -> tuple[str, ...]:
+    """Return the trainable parameters that count on a rank with these stages: each of a model's counts on one rank."""
+    owners = {one.name: one.owner for one in compiled.tied}
+    return tuple(
+        name
+        for one in compiled.train
+        if one.index in stages
+        for name in one.trainable
+        if owners.get(name, one.index) == one.index
+    )
 
 
 class GradientNorms:
@@ -52,12 +65,7 @@ class GradientNorms:
         self._rank = rank
         self._placement = placement
         self._trainable = trainable
-        owners = {one.name: one.owner for one in compiled.tied}
-        counted = [[name for name in one.trainable if owners.get(name, one.index) == one.index] for one in compiled.train]
-        self._counted = [
-            tuple(name for stage, names in enumerate(counted) if placement[stage] == each for name in names)
-            for each in range(len(set(placement)))
-        ]
+        self._counted = [counted_on(stages_of(each, placement), compiled) for each in range(len(set(placement)))]
         self._device = device
         self._order = tuple(dict.fromkeys(compiled.aliases.values()))
         self._transport = transport

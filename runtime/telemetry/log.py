@@ -11,7 +11,7 @@ from typing import Final, TextIO
 
 from adaptra.errors import OptionError
 from adaptra.runtime.measuring.reduces import StepReduces
-from adaptra.runtime.telemetry.records import MARK, VERSION, StepTaken, TimestampedRecord, to_line
+from adaptra.runtime.telemetry.records import MARK, VERSION, NormsTold, StepTaken, TimestampedRecord, to_line
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class LogSink:
 
     def take(self, timestamped: TimestampedRecord) -> None:
         """See :meth:`.recorder.Sink.take`."""
-        level = logging.DEBUG if isinstance(timestamped.record, StepTaken | StepReduces) else logging.INFO
+        level = logging.DEBUG if isinstance(timestamped.record, StepTaken | StepReduces | NormsTold) else logging.INFO
         logger.log(level, "rank %d: %s", timestamped.record.rank, timestamped.record, extra={_ATTRIBUTE: timestamped})
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple
 
 from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 from adaptra.runtime.measuring.reduces import StepReduces
-from adaptra.runtime.telemetry.records import PathsChanged, Record, RunEnded, RunStarted, StepFailed, StepTaken
+from adaptra.runtime.telemetry.records import NormsTold, PathsChanged, Record, RunEnded, RunStarted, StepFailed, StepTaken
 from adaptra.simulation.worker_steps import WorkerStep
 
 
@@ -150,7 +150,7 @@ def samples_of(record: Record, started: RunStarted | None) -> Iterator[Sample]:
             yield Sample(PATH_CHANGES, edge, record.changes)
         case StepFailed():
             yield Sample(FAILURES, rank, 1.0)
-        case RunEnded():
+        case NormsTold() | RunEnded():
             pass
 
 

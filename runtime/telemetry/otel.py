@@ -23,7 +23,15 @@ from adaptra.errors import OptionError
 from adaptra.runtime.control.plans.events import ControlEvent
 from adaptra.runtime.measuring.monitor import StepRecords
 from adaptra.runtime.measuring.reduces import StepReduces
-from adaptra.runtime.telemetry.records import PathsChanged, RunEnded, RunStarted, StepFailed, StepTaken, TimestampedRecord
+from adaptra.runtime.telemetry.records import (
+    NormsTold,
+    PathsChanged,
+    RunEnded,
+    RunStarted,
+    StepFailed,
+    StepTaken,
+    TimestampedRecord,
+)
 
 FLUSH_SECONDS: Final = 2.0
 """The longest time for which closing waits until the exporter has sent the last spans, seconds."""
@@ -87,7 +95,7 @@ class SpanSink:
                 self._step(record, record.records)
             case StepFailed():
                 self._failed(record, at)
-            case StepTaken() | StepReduces() | RunEnded():
+            case StepTaken() | StepReduces() | NormsTold() | RunEnded():
                 pass
 
     def close(self) -> None:

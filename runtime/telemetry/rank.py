@@ -17,8 +17,9 @@ from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.measuring.measurement import StepMeasurement
 from adaptra.runtime.measuring.monitor import Monitor, StepRecords, merge_timelines
 from adaptra.runtime.measuring.reduces import StepReduces
+from adaptra.runtime.measuring.step_norms import StepNorms
 from adaptra.runtime.telemetry.recorder import Recorder
-from adaptra.runtime.telemetry.records import PathsChanged, Record, RunEnded, RunStarted, StepFailed, StepTaken
+from adaptra.runtime.telemetry.records import NormsTold, PathsChanged, Record, RunEnded, RunStarted, StepFailed, StepTaken
 from adaptra.simulation.timeline import Timeline
 from adaptra.simulation.worker_steps import WorkerStep, worker_step
 
@@ -114,6 +115,11 @@ class RankTelemetry:
         """Record REDUCE of a step on all ranks, which this rank has gathered."""
         if self._recorder.follows_steps:
             self._recorder.record(lambda: (reduces,))
+
+    def normed(self, step: int, norms: StepNorms) -> None:
+        """Record the norms of a step's gradients of this rank's stages."""
+        if self._recorder.follows_steps:
+            self._recorder.record(lambda: (NormsTold(self._rank, step, norms),))
 
     def failed(self, step: int, error: Exception, monitor: Monitor) -> None:
         """Record that the rank can't continue. Writes a trace of its last steps, and adds its path to the error. Only once."""

@@ -17,6 +17,7 @@ from adaptra.program.placement import stages_of
 from adaptra.runtime.control.plans.events import ControlEvent, EventKind
 from adaptra.runtime.measuring.measurement import IF_MEASURED, StepMeasurement, choice_to_json, read_choice
 from adaptra.runtime.measuring.reduces import StageReduce, StepReduces
+from adaptra.runtime.measuring.step_norms import StepNorms
 from adaptra.simulation.worker_steps import WorkerStep, worker_name
 
 if TYPE_CHECKING:
@@ -103,6 +104,24 @@ class StepTaken:
 
 
 @dataclass(frozen=True, slots=True)
+class NormsTold:
+    """The replicas have told each other the norms of a step's gradients of a rank's stages. The same on all replicas.
+
+    Attributes:
+        rank: The rank.
+        step: The step.
+        norms: The norms.
+    """
+
+    rank: int
+    step: int
+    norms: StepNorms
+
+    def __str__(self) -> str:
+        return f"step {self.step}: norms of {len(self.norms.samples)} gradients and of their mean"
+
+
+@dataclass(frozen=True, slots=True)
 class PathsChanged:
     """Since the last step, paths of the delegate failed on a directed edge of ranks, or its messages moved to another path.
 
@@ -159,7 +178,7 @@ class RunEnded:
 
 _EVENTS: Final = {RunStarted: "started", PathsChanged: "path", StepFailed: "failed", RunEnded: "ended"}
 
-Record = RunStarted | StepTaken | StepReduces | ControlEvent | PathsChanged | StepFailed | RunEnded
+Record = RunStarted | StepTaken | StepReduces | NormsTold | ControlEvent | PathsChanged | StepFailed | RunEnded
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +227,8 @@ def _to_json(record: Record) -> tuple[str, dict[str, Any]]:
             return "step", record.measurement.to_json() | taken | work
         case StepReduces():
             return "reduced", {"rank": record.rank, "step": record.step, "stages": list(map(_reduce_to_json, record.stages))}
+        case NormsTold():
+            return "norms", {"rank": record.rank, "step": record.step, **record.norms.to_json()}
         case RunStarted() | PathsChanged() | StepFailed() | RunEnded():
             return _EVENTS[type(record)], asdict(record)
 
@@ -227,8 +248,8 @@ def _read(fields: Fields, event: str, where: str) -> Record:
                 replica=fields.whole("replica"),
                 placement=fields.wholes_or_none("placement") or (),
             )
-        case "step" | "reduced":
-            return _read_step(fields, where) if event == "step" else _read_reduces(fields)
+        case "step" | "reduced" | "norms":
+            return _read_of_step(event, fields, where)
         case "path":
             return PathsChanged(*map(fields.whole, ("rank", "step", "source", "destination", "failures", "changes")))
         case "failed":
@@ -251,7 +272,9 @@ def _read(fields: Fields, event: str, where: str) -> Record:
                 memory=fields.wholes_or_none("memory"),
             )
         case _:
-            known = ", ".join(["started", "step", "reduced", "path", "failed", "ended", *(kind.value for kind in EventKind)])
+            known = ", ".join(
+                ["started", "step", "reduced", "norms", "path", "failed", "ended", *(kind.value for kind in EventKind)]
+            )
             raise fields.refuse("event", f"one of {known}", event)
 
 
@@ -261,8 +284,13 @@ def _reduce_to_json(reduce: StageReduce) -> dict[str, Any]:
     return {"stages": list(reduce.stages), **times, "bytes": reduce.nbytes, **choice}
 
 
-def _read_reduces(fields: Fields) -> StepReduces:
-    return StepReduces(fields.whole("rank"), fields.whole("step"), tuple(map(_read_reduce, fields.objects("stages"))))
+def _read_of_step(event: str, fields: Fields, where: str) -> StepTaken | StepReduces | NormsTold:
+    if event == "step":
+        return _read_step(fields, where)
+    of_step = fields.whole("rank"), fields.whole("step")
+    if event == "norms":
+        return NormsTold(*of_step, StepNorms.of_fields(fields))
+    return StepReduces(*of_step, tuple(map(_read_reduce, fields.objects("stages"))))
 
 
 def _read_reduce(fields: Fields) -> StageReduce:

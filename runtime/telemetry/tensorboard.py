@@ -11,6 +11,7 @@ from adaptra.runtime.control.plans.events import ControlEvent
 from adaptra.runtime.measuring.reduces import StepReduces
 from adaptra.runtime.telemetry.metrics import MetricValues, Sample
 from adaptra.runtime.telemetry.records import (
+    NormsTold,
     PathsChanged,
     Record,
     RunEnded,
@@ -83,7 +84,7 @@ def _step_of(record: Record) -> int:
     match record:
         case StepTaken():
             return record.measurement.step
-        case StepReduces() | ControlEvent() | PathsChanged() | StepFailed():
+        case StepReduces() | NormsTold() | ControlEvent() | PathsChanged() | StepFailed():
             return record.step
         case RunStarted():
             return 0

@@ -10,6 +10,7 @@ from adaptra.collectives.choice import SumWay
 from adaptra.runtime.detection.shape_scales import ShapeScales
 from adaptra.runtime.measuring.measurement import StageMeasurement, StepMeasurement
 from adaptra.runtime.measuring.reduces import StageReduce
+from adaptra.runtime.measuring.step_norms import NoiseOfStages
 from adaptra.runtime.worker.step.shapes import RankShape
 from adaptra.runtime.worker.step.step_end import Certificate
 
@@ -46,6 +47,7 @@ class LastSteps:
         reduces: REDUCE of the last step but one, on this rank's stages. On the coordinator's rank that of all stages, in the
             last step of which all ranks have told it.
         way: How the next step's gradients are added; None where a job does not choose, and before its first step.
+        noise: The gradient noise scale of this rank's stages; None where it is not measured.
         samples: The rows of the last step's batch.
         tokens: Its tokens and the input that they are counted in, as :attr:`.step.shapes.StepShape.tokens`.
     """
@@ -55,6 +57,7 @@ class LastSteps:
         self.measured: deque[StageMeasurement] = deque(maxlen=KEPT_MEASUREMENTS * stages)
         self.reduces: tuple[StageReduce, ...] = ()
         self.way: SumWay | None = None
+        self.noise: NoiseOfStages | None = None
         self.samples = 0
         self.tokens: tuple[int, str] | None = None
         self._scales = ShapeScales()

@@ -40,6 +40,7 @@ from adaptra.runtime.injection.failures import Failures
 from adaptra.runtime.injection.points import Moment
 from adaptra.runtime.measuring.monitor import Monitor, StepRecords, merge_timelines
 from adaptra.runtime.measuring.reduces import StepReduces, own_reduce
+from adaptra.runtime.measuring.step_norms import NoiseOfStages
 from adaptra.runtime.membership.process_membership import Listener
 from adaptra.runtime.membership.timing import LOST_STORE_SECONDS
 from adaptra.runtime.outputs.sharing import SharedOutputs
@@ -112,6 +113,8 @@ class Worker:
         self._parts = StepParts(compiled, state, microbatches, context, reduction)
         self._shapes = {FIRST: self._parts.first}
         self.last: Final = LastSteps(len(self._parts.factory.own))
+        if context.options.noise_scale and context.replicas.count > 1:
+            self.last.noise = NoiseOfStages()
         self._programs = RankPrograms(compiled, self._parts, context, initial)
         self.values: Final = RankValues(
             context, self._parts.factory, self._programs.buffers, self.numbers, weakly(self._meeting), weakly(self.check)
@@ -237,6 +240,15 @@ class Worker:
                 self.last.reduces = own_reduce(step.measurement)
             self.controller.report(comparable)
             self._telemetry.end_step(step.measurement, self.monitor.kept[-1])
+            self._tell_norms(step)
+
+    def _tell_norms(self, step: RunStep) -> None:
+        """Tell what a step says of the noise of gradients, where that is measured and the step says anything."""
+        if self.last.noise is not None:
+            norms = self._parts.norms_of(step.certificate, step.shape.shape)
+            self.last.noise.take(norms)
+            if norms is not None:
+                self._telemetry.normed(step.measurement.step, norms)
 
     def _tell_choice(self) -> None:
         """Tell of another way to add gradients from the next step on, or of one that ports have called for from the first."""

@@ -391,6 +391,7 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ),
     ("adapt=…: expected True or False", options(adapt="no")),
     ("share=…: expected True or False", options(share=1)),
+    ("noise_scale=…: expected True or False", options(noise_scale=1)),
     ("schedule=…: expected a generator's name such as '1f1b', an adaptra.Program, or None", options(schedule=1)),
     *(
         (

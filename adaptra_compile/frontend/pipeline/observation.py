@@ -16,6 +16,7 @@ from adaptra.report.files import check_suffix
 from adaptra.report.stage_table import PADDED, MeasuredStep, measured_lines, stage_table
 from adaptra.runtime.control.plans.events import ControlEvent
 from adaptra.runtime.measuring.reduces import StageReduce
+from adaptra.runtime.measuring.step_norms import NoiseOfStages
 from adaptra.runtime.worker.worker import Worker
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.job import alike_case
@@ -74,6 +75,20 @@ class ObservationMethods(HeldSession):
         workers = self._require().workers
         return next((worker.last.reduces for worker in workers if worker.controller.coordinates), workers[0].last.reduces)
 
+    @property
+    def noise_scales(self) -> tuple[NoiseOfStages, ...]:
+        """The gradient noise scale of the stages of each rank of this process; empty without ``Options(noise_scale=True)``.
+
+        Each has an ``estimate`` with its interval, in samples. These are rows of the batch, or with ``reduction="weighted"``
+        units of weight. It looks back about 100 steps. Of a step that adds to the gradients of earlier ones nothing is known,
+        and it counts as skipped.
+
+        That of the whole model is in the norms of all stages: ``adaptra modes RUN`` adds them up from the run's telemetry.
+        One replica alone measures none.
+        """
+        found = [worker.last.noise for worker in self._require().workers]
+        return tuple(one for one in found if one is not None)
+
     def explain(self, *, equations: bool = False) -> str:
         """Explain the plan: its period and makespan, what limits it and what would help; with ``equations`` also the equations.
 
@@ -88,13 +103,14 @@ class ObservationMethods(HeldSession):
 
         With several replicas the text says which microbatches no other replica would compute, and why. With
         ``Reduce(algorithm="auto")`` or a sharded optimizer it says how gradients are added, and why. It ends with the last
-        measured REDUCE: see :attr:`reduces`.
+        measured REDUCE, see :attr:`reduces`, and the noise scale where it is measured, see :attr:`noise_scales`.
         """
         alone = "".join(f"{line}\n" for line in self._require().alone)
         measured = "".join(f"last measured REDUCE, {one}\n" for one in self.reduces)
         how = self._require().workers[0].how_gradients_are_added
         chosen = "" if how is None else f"gradients of this rank: {how}\n"
-        return self._explain_plan(equations) + alone + chosen + measured
+        noise = "".join(f"noise scale of this rank's gradients: {one}\n" for one in self.noise_scales)
+        return self._explain_plan(equations) + alone + chosen + measured + noise
 
     @property
     def _known_cost(self) -> CostModel:

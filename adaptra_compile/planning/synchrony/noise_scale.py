@@ -91,13 +91,11 @@ class NoiseScaleEstimator:
     def __init__(
         self, samples: float | Sequence[float], replicas: int, *, steps: float = 100.0, confidence: float = 0.95
     ) -> None:
-        counts = (float(samples),) * replicas if isinstance(samples, int | float) else tuple(samples)
         if replicas < 2:
             raise OptionError(
                 f"replicas={replicas}: expected at least 2: the noise scale is known by how their gradients differ"
             )
-        if len(counts) != replicas or not all(math.isfinite(count) and count > 0 for count in counts):
-            raise OptionError(f"samples={samples!r}: expected numbers above 0, one for each of {replicas} replicas")
+        counts = _counts(samples, replicas)
         if not steps > 1:
             raise OptionError(f"steps={steps!r}: expected more than 1")
         if not 0 < confidence < 1:
@@ -106,18 +104,23 @@ class NoiseScaleEstimator:
         self._added = 0
         self._average = _PairAverage()
 
-    def add(self, norms: TermNorms) -> None:
+    def add(self, norms: TermNorms, samples: Sequence[float] | None = None) -> None:
         """Take in one step.
 
+        Args:
+            norms: Its norms.
+            samples: The samples of each replica's gradient in this step, if not those of all.
+
         Raises:
-            OptionError: The norms are of another number of replicas, or not finite.
+            OptionError: The norms are of another number of replicas, or not finite; or samples as of the class.
         """
-        if len(norms.terms) != len(self._counts):
-            raise OptionError(f"norms of {len(norms.terms)} replicas: expected {len(self._counts)}")
+        counts = self._counts if samples is None else _counts(samples, len(self._counts))
+        if len(norms.terms) != len(counts):
+            raise OptionError(f"norms of {len(norms.terms)} replicas: expected {len(counts)}")
         if not all(math.isfinite(value) and value >= 0 for value in (*norms.terms, norms.mean)):
             raise OptionError(f"norms {norms}: expected finite numbers that are not negative")
-        model, replicas, total = synchrony_equations(), len(self._counts), sum(self._counts)
-        terms = sum(count / total * norm for count, norm in zip(self._counts, norms.terms, strict=True))
+        model, replicas, total = synchrony_equations(), len(counts), sum(counts)
+        terms = sum(count / total * norm for count, norm in zip(counts, norms.terms, strict=True))
         noise = model.noise.evaluate(terms, norms.mean, replicas, total / replicas)
         self._average.add(noise, model.signal.evaluate(terms, norms.mean, replicas), self._decay)
         self._added += 1
@@ -131,6 +134,13 @@ class NoiseScaleEstimator:
         value = max(0.0, synchrony_equations().noise_scale.evaluate(noise, signal)) if signal > 0 else math.inf
         low, high = self._average.quotient_interval(self._confidence) if self._added >= _LEAST_STEPS else (0.0, math.inf)
         return NoiseScale(value, low, high, noise, signal, self._added)
+
+
+def _counts(samples: float | Sequence[float], replicas: int) -> tuple[float, ...]:
+    counts = (float(samples),) * replicas if isinstance(samples, int | float) else tuple(samples)
+    if len(counts) != replicas or not all(math.isfinite(count) and count > 0 for count in counts):
+        raise OptionError(f"samples={samples!r}: expected numbers above 0, one for each of {replicas} replicas")
+    return counts
 
 
 class _PairAverage:
@@ -159,7 +169,7 @@ class _PairAverage:
     def quotient_interval(self, confidence: float) -> tuple[float, float]:
         """Return Fieller's interval for the quotient of the means, of which neither can truly be negative."""
         effective = self._weight * self._weight / self._squares
-        times = _students_t(confidence, effective - 1)
+        times = students_t(confidence, effective - 1)
         # The unbiased covariance of a pair, and from it that of the means.
         scale = times * times * self._squares / self._weight / (self._weight * self._weight - self._squares)
         of_first, of_both, of_second = (scale * spread for spread in self._spread)
@@ -176,7 +186,7 @@ class _PairAverage:
         return 0.0, math.inf
 
 
-def _students_t(confidence: float, freedom: float) -> float:
+def students_t(confidence: float, freedom: float) -> float:
     """Return the quantile of Student's t for both sides, by the series of Abramowitz and Stegun, 26.7.5."""
     z = NormalDist().inv_cdf((1 + confidence) / 2)
     terms = (

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
 
 from adaptra.errors import BatchError
-from adaptra.runtime.data_parallel.arrivals import Arrivals
 from adaptra.runtime.data_parallel.equal_numbers import BITS, are_equal, bits_of, mean_number
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.runtime.data_parallel.told_norms import BesideLosses
 from adaptra.runtime.worker.stages.gradient_hooks import GradientHooks
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
 
@@ -35,7 +37,7 @@ class ReplicaLosses:
         rows: tuple[int, ...],
         losses: Tensor,
         hooks: GradientHooks | None = None,
-        arrivals: Arrivals | None = None,
+        tells: Sequence[BesideLosses] = (),
     ) -> Tensor:
         """Return the losses of all microbatches, over all replicas.
 
@@ -46,7 +48,7 @@ class ReplicaLosses:
             rows: The rows of its microbatches.
             losses: The losses of its microbatches.
             hooks: Those that all replicas must have in this step. None in an evaluation, which is aside from steps.
-            arrivals: Tells when they came to the step's sum, if that decides how the next one is made.
+            tells: What replicas tell each other beside their losses.
 
         Raises:
             BatchError: Replicas have batches of different numbers of rows, and the mean of their losses is wanted.
@@ -60,10 +62,10 @@ class ReplicaLosses:
             losses = torch.cat([losses, losses.new_zeros(self.microbatches - own, *losses.shape[1:])])
         compared = (sum(rows), *(() if hooks is None else hooks.marks()))
         marks = torch.tensor(bits_of(compared), dtype=torch.float32)  # on the host, where they are read
-        told = [] if arrivals is None else [arrivals.told()]
+        told = [one.told() for one in tells]
         combined = self.replicas.combine_losses(losses, mean=mean, aside=hooks is None, beside=[marks, *told])
-        if arrivals is not None:
-            arrivals.meet(*told, mean=mean)
+        for one, all_told in zip(tells, told, strict=True):
+            one.meet(all_told, mean=mean)
         means = (marks if mean else marks / self.replicas.count).tolist()
         if mean and not are_equal(means[:BITS]):
             raise BatchError(
@@ -74,3 +76,13 @@ class ReplicaLosses:
         if hooks is not None:
             hooks.check_marks(means[BITS:], replica)
         return combined[:own] if mean else combined
+
+    def of_batch(self, losses: Tensor, shares: Sequence[float]) -> float | None:
+        """Return the loss of the batch of all replicas, from their combined losses; None if it is not finite.
+
+        Args:
+            losses: The combined losses of microbatches.
+            shares: As of :meth:`.loss_reduction.Reduction.of_batch`.
+        """
+        loss = self.reduction.of_batch(losses.double(), shares).item()
+        return loss if isfinite(loss) else None

@@ -16,11 +16,14 @@ from torch import Tensor
 
 from adaptra.collectives.late_ranks import LateRanks, SumChoice
 from adaptra.collectives.rounds import ALGORITHMS
+from adaptra.planning.synchrony.noise_scale import TermNorms
 from adaptra.runtime.data_parallel.accumulators import Accumulators
 from adaptra.runtime.data_parallel.arrivals import Arrivals
 from adaptra.runtime.data_parallel.gradient_averaging import MEASURED_BYTES
 from adaptra.runtime.data_parallel.gradient_sum import GradientSum
 from adaptra.runtime.data_parallel.shards import Shards
+from adaptra.runtime.data_parallel.sum_norms import SumNorms
+from adaptra.runtime.data_parallel.told_norms import ToldNorms
 from adaptra.runtime.devices.device_clock import Mark
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.options.reduce_options import Reduce
@@ -37,11 +40,13 @@ class Contribution:
         replica: The replica.
         rows: The rows of each microbatch that is in the sums.
         losses: The losses of these microbatches.
+        loss_scale: The factor of the loss in the gradients.
     """
 
     replica: int
     rows: tuple[int, ...]
     losses: Tensor
+    loss_scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +91,11 @@ class StepEnd(Protocol):
         """Why they are added so, in words; None where that was not to be chosen."""
         ...
 
+    @property
+    def norms(self) -> tuple[TermNorms, tuple[float, ...]] | None:
+        """The squared norms of the last step's gradients, and the samples of each replica's; None where not measured."""
+        ...
+
     def begin(self) -> None:
         """Begin a step."""
         ...
@@ -127,6 +137,7 @@ class AllAtOnce:
         monitor: Records how long that took.
         mark: The present time on this rank's device, as :meth:`adaptra.runtime.devices.device_clock.OpClock.mark`.
         fills: Whether this worker fills ``grad``. One of the workers does that have the same parameters.
+        measured: The names of the parameters whose norms are measured for the gradient noise scale; None for no measurement.
 
     Attributes:
         sums: The gradients of the step that is under way.
@@ -143,6 +154,7 @@ class AllAtOnce:
         mark: Callable[[], Mark],
         *,
         fills: bool = True,
+        measured: Collection[str] | None = None,
     ) -> None:
         self.sums: Final = Accumulators(parameters)
         self._hooks = GradientHooks(parameters, copied)
@@ -153,6 +165,8 @@ class AllAtOnce:
         self._sum: GradientSum | None = None
         self._shards: Shards | None = None
         self._arrivals: Arrivals | None = None
+        self._norms: SumNorms | None = None
+        self._told: ToldNorms | None = None
         if (replicas := losses.replicas).count > 1:
             nbytes = sum(one.nbytes for one in parameters.values())
             if reduce.bucket is None or reduce.is_auto:
@@ -165,7 +179,11 @@ class AllAtOnce:
                 memory = nbytes if reduce.memory is None else reduce.memory
                 late_ranks = LateRanks(nbytes, replicas.ports, memory, reduce.bucket, MEASURED_BYTES)
                 self._arrivals = Arrivals(replicas, late_ranks)
-            self._sum = GradientSum(replicas, self.sums, late, bucket, losses.reduction is Reduction.MEAN, mark)
+            is_mean = losses.reduction is Reduction.MEAN
+            if measured is not None:
+                self._norms = SumNorms(measured, self.sums, replicas.index, replicas.count)
+                self._told = ToldNorms(replicas.index, replicas.count, of_sums=not is_mean)
+            self._sum = GradientSum(replicas, self.sums, late, bucket, is_mean, mark, self._norms)
 
     @property
     def complete(self) -> Callable[[str], None] | None:
@@ -187,6 +205,11 @@ class AllAtOnce:
         if self._arrivals is None:
             return "direct, as late replicas change nothing where there are two, and are seen only where gradients are on CPUs"
         return str(self._arrivals)
+
+    @property
+    def norms(self) -> tuple[TermNorms, tuple[float, ...]] | None:
+        """As of :class:`StepEnd`."""
+        return None if self._told is None or self._told.norms is None else (self._told.norms, self._told.samples)
 
     def begin(self) -> None:
         """Begin a step.
@@ -248,11 +271,15 @@ class AllAtOnce:
             OptionError: Not the same parameters have hooks in all replicas.
             ControlError: Replicas would add the next step's gradients in different ways.
         """
-        own = contribution.replica, contribution.rows, contribution.losses
-        losses = self._losses.combine(*own, self._hooks, self._arrivals)
+        own, is_weighted = contribution.losses, self._losses.reduction is Reduction.WEIGHTED
+        if self._told is not None and self._norms is not None:
+            samples = total_weight(own) if is_weighted else sum(contribution.rows)
+            self._told.take(self._norms.read(), samples, contribution.loss_scale)
+        tells = [one for one in (self._arrivals, self._told) if one is not None]
+        losses = self._losses.combine(contribution.replica, contribution.rows, own, self._hooks, tells)
         if self._arrivals is not None and self._arrivals.last is not None:
             self._monitor.chose(self._arrivals.last)
-        return Certificate(losses, total_weight(losses) if self._losses.reduction is Reduction.WEIGHTED else None)
+        return Certificate(losses, total_weight(losses) if is_weighted else None)
 
     def commit(self, certificate: Certificate) -> None:
         """Divide the sums, fill ``grad``, and run hooks."""

@@ -17,8 +17,9 @@ from adaptra.runtime.data_parallel.kept_buffers import KeptBuffers
 from adaptra.runtime.data_parallel.replica_buffers import ReplicaBuffers
 from adaptra.runtime.data_parallel.shards import Shards
 from adaptra.runtime.injection.points import Moment
+from adaptra.runtime.measuring.step_norms import StepNorms
 from adaptra.runtime.outputs.step_outputs import StepOutputs
-from adaptra.runtime.step_messages.gradient_norms import GradientNorms
+from adaptra.runtime.step_messages.gradient_norms import GradientNorms, counted_on
 from adaptra.runtime.step_messages.probes import Probes
 from adaptra.runtime.step_messages.shared_gradients import Gradients, SharedParameter
 from adaptra.runtime.synchrony.local_steps import LocalSteps
@@ -83,6 +84,7 @@ class StepParts:
             context.monitor,
             context.clock.mark,
             fills=not context.is_guest,
+            measured=counted_on(own, compiled) if options.noise_scale else None,
         )
         self.gradients: Final = Gradients(
             rank, self.end.sums, shared, placement, transport, options.timeout, self._probes.answer
@@ -200,13 +202,21 @@ class StepParts:
         self._context.failures.at(step, Moment.REDUCE)
         self.end.reduce()
         losses = shape.losses.end_step(timeout)
-        certificate = self.end.certify(Contribution(replica, shape.shape.rows, losses))
+        certificate = self.end.certify(Contribution(replica, shape.shape.rows, losses, loss_scale))
         if self.local is not None and certificate.has_gradients:
             rows, weight = sum(shape.shape.rows), certificate.divisor
             self.local.count(rows if weight is None else weight / self._context.replicas.count)
         self._probes.end_step(timeout)
         self.kept.gather()
         return certificate
+
+    def norms_of(self, certificate: Certificate, shape: StepShape) -> StepNorms | None:
+        """Return what the step of this certificate, the last one, says of the noise of gradients; None where not measured."""
+        if self.end.norms is None:
+            return None
+        loss = self._losses.of_batch(certificate.losses, shape.shares)
+        unit = "weights" if self._losses.reduction is Reduction.WEIGHTED else "rows"
+        return StepNorms(self.factory.own, *self.end.norms, unit, loss)
 
     def run_evaluation(
         self,

@@ -96,6 +96,17 @@ def test_what_no_noise_scale_can_be_known_of_is_refused(samples: float, replicas
     assert str(caught.value) == message
 
 
+def test_samples_may_differ_from_step_to_step() -> None:
+    """Steps of 2 and 6, and of 12 and 4 samples, whose norms are their expectations for noise 24 and signal 1."""
+    estimator = NoiseScaleEstimator(1, 2)
+    for counts in ((2.0, 6.0), (12.0, 4.0)):
+        estimator.add(TermNorms(tuple(1 + 24 / one for one in counts), 1 + 24 / sum(counts)), counts)
+    estimate = estimator.estimate
+    assert estimate is not None and (estimate.noise, estimate.signal) == pytest.approx((24.0, 1.0))
+    with pytest.raises(OptionError, match=r"^samples=\(2.0,\): expected numbers above 0, one for each of 2 replicas$"):
+        estimator.add(TermNorms((1.0, 1.0), 1.0), (2.0,))
+
+
 def test_norms_that_are_wrong_are_refused() -> None:
     estimator = NoiseScaleEstimator(8, 2)
     for norms in (TermNorms((1.0,), 1.0), TermNorms((1.0, math.nan), 1.0), TermNorms((1.0, 1.0), math.inf)):

@@ -35,6 +35,7 @@ OTHERS: dict[str, Any] = {
     "broadcast_buffers": False,
     "deterministic": True,
     "reduce": adaptra.Reduce(algorithm="auto", memory=1 << 20),
+    "noise_scale": True,
 }
 """Another value than the default of every option that must be equal on all ranks."""
 
