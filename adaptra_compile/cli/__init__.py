@@ -329,7 +329,11 @@ def _modes(add: _Add) -> None:
         "Modes are exact (microbatches shared by lasting speed), stealing (and within the step), x-order=N, groups,\n"
         "asynchronous, deadline=SHARE and local=STEPS. Running jobs are exact; the others are not built yet.",
     )
-    parser.add_argument("case", metavar="CASE", nargs="?", help="fields as JSON (docs/formats.md); options replace them")
+    parser.add_argument(
+        "case", metavar="CASE", nargs="?",
+        help="fields as JSON (docs/formats.md); or a run's folder, which tells most of them. Options replace them",
+    )  # fmt: skip
+    parser.add_argument("--loss", type=_duration, metavar="LOSS", help="of a run: the seconds until its loss is this one")
     parser.add_argument("--replicas", type=_at_least_one, metavar="N", help="the replicas")
     parser.add_argument("--phi", type=_duration, metavar="SAMPLES", help="the gradient noise scale")
     parser.add_argument(

@@ -5,16 +5,21 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from adaptra.cli import tables
 from adaptra.cli.output import as_json, line_width
 from adaptra.equations.equation import legend
 from adaptra.equations.synchrony import SYNCHRONY_SYMBOLS, synchrony_equations
-from adaptra.errors import OptionError
+from adaptra.errors import CaseError, OptionError
 from adaptra.planning.synchrony.case import FIELDS, SynchronyCase, parse_case, read_case_fields
 from adaptra.planning.synchrony.choice import ModeChoice
+from adaptra.planning.synchrony.loss_curve import UpdatesToLoss, updates_to
+from adaptra.planning.synchrony.modes import is_trial
 from adaptra.planning.synchrony.reallocation import Reallocation, reallocation
+from adaptra.report.recorded_case import RecordedCase, recorded_case
+from adaptra.report.run_records import load_run
 from adaptra.simulation.case_files import load_case
 
 
@@ -23,26 +28,66 @@ def run_modes(options: Namespace) -> str:
 
     Raises:
         CaseError: The case can't be read, or a value of it is impossible.
-        OptionError: The noise scale or the number of replicas is missing, or a slow replica can't be read.
+        OptionError: The noise scale or the number of replicas is missing, or a slow replica can't be read. Or the losses of
+            the run don't tell when the wanted one comes.
+        ReportError: The run has no records of what is needed.
     """
-    choice = ModeChoice(_case(options))
-    moved = reallocation(choice.case, choice.times, None if options.job is None else load_case(options.job))
+    case, recorded = _case(options)
+    choice = ModeChoice(case)
+    moved = reallocation(case, choice.times, None if options.job is None else load_case(options.job))
+    reach = None if options.loss is None or recorded is None else _updates_to(options.loss, recorded, options.case)
     if options.json:
-        return as_json(choice.to_json() | {"reallocation": moved.to_json()})
-    case = choice.case
-    title = f"{case.replicas} replicas, {case.batch:g} samples each a step, noise scale {case.phi:g} samples"
-    return "\n".join([tables.modes(title, choice, line_width(options)), *_lines(choice, moved)]) + "\n"
+        shown = {"reallocation": moved.to_json()} | ({} if recorded is None else {"run": recorded.to_json()})
+        return as_json(
+            choice.to_json() | shown | ({} if reach is None else {"loss": {"loss": options.loss, **reach.to_json()}})
+        )
+    unit = "samples" if recorded is None else recorded.unit
+    title = f"{case.replicas} replicas, {case.batch:.6g} {unit} each a step, noise scale {case.phi:.6g} {unit}"
+    lines = [tables.modes(title, choice, line_width(options)), *(() if recorded is None else recorded.lines())]
+    if reach is not None and recorded is not None and options.loss is not None:
+        lines += _to_loss(options.loss, reach, recorded, choice)
+    return "\n".join([*lines, *_lines(choice, moved)]) + "\n"
 
 
-def _case(options: Namespace) -> SynchronyCase:
-    """Return the case of the file, with the options' values in place of the file's."""
+def _case(options: Namespace) -> tuple[SynchronyCase, RecordedCase | None]:
+    """Return the case of the file or the run, with the options' values in place of its own, and what the run has shown."""
     named = {name: getattr(options, name) for name in FIELDS if getattr(options, name) is not None}
     if options.case is None and not {"replicas", "phi"} <= named.keys():
         raise OptionError("modes: expected a case's file, or --replicas N and --phi SAMPLES")
     if options.slow is not None:
         named["slow"] = dict(map(_slow, options.slow))
-    fields = {} if options.case is None else read_case_fields(options.case)
-    return parse_case({**fields, **named}, options.case or "")
+    recorded = None
+    if options.case is not None and Path(options.case).is_dir():
+        recorded = recorded_case(load_run(options.case), needs_noise="phi" not in named)
+    elif options.loss is not None:
+        raise OptionError("modes: --loss: expected the folder of a run, whose losses tell how many updates it takes")
+    fields = recorded.fields if recorded is not None else {} if options.case is None else read_case_fields(options.case)
+    return parse_case({**fields, **named}, options.case or ""), recorded
+
+
+def _updates_to(loss: float, recorded: RecordedCase, where: str) -> UpdatesToLoss:
+    """Return how many updates a loss takes from the run's first one on."""
+    if not recorded.losses:
+        raise OptionError(f"{where}: no losses: expected a run with Options(noise_scale=True), which records them")
+    try:
+        return updates_to(loss, recorded.losses)
+    except CaseError as error:
+        raise OptionError(f"--loss {loss:g}: {error}") from None
+
+
+def _to_loss(loss: float, reach: UpdatesToLoss, recorded: RecordedCase, choice: ModeChoice) -> Iterator[str]:
+    """Yield the updates that a loss takes and the seconds from now on, mode by mode."""
+    updates = f"{reach.value:.4g} updates ({reach.low:.4g} to {reach.high:.4g})"
+    yield f"loss      {loss:g} after {updates}; the run has done {recorded.done}"
+    yield "          by a power law through the run's losses, which has no floor: rather more than less"
+    if reach.value <= recorded.done:
+        return
+    left = [max(0.0, one - recorded.done) for one in (reach.value, reach.low, reach.high)]
+    for price in choice.prices:
+        if price.time is not None and choice.exact.time is not None:
+            each = choice.exact.pace.seconds * price.time / choice.exact.time
+            seconds, low, high = (f"{each * one:.4g}" for one in left)
+            yield f"          {'≈ ' if is_trial(price.mode) else ''}{price.mode}: {seconds} s from now on ({low} to {high})"
 
 
 def _slow(word: str) -> tuple[str, float]:

@@ -6,8 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from run_files import write
 
 from adaptra.cli import main
+from adaptra.planning.synchrony.noise_scale import TermNorms
+from adaptra.runtime.measuring.measurement import ReduceTimes, StepMeasurement
+from adaptra.runtime.measuring.step_norms import StepNorms
+from adaptra.runtime.telemetry.records import NormsTold, Record, RunStarted, StepTaken
+from adaptra.simulation.worker_steps import WorkerStep
 
 CASE = ("modes", "--replicas", "8", "--slow", "0=2", "--phi", "1000")
 
@@ -87,3 +93,74 @@ def test_a_file_that_is_no_case_is_named(tmp_path: Path, capsys: pytest.CaptureF
         path.write_text(text)
         assert main(["modes", str(path)]) == 2
         assert capsys.readouterr().err == f"adaptra: {path}: {message}\n"
+
+
+def recorded(folder: Path, replica: int, *, norms: bool = True, slow: float = 1.0, steps: int = 40) -> None:
+    """What a rank of a replica has written, with a step of 100 ms and a noise scale of 24 samples."""
+    microbatch = 0.02 * slow
+    records: list[Record] = [RunStarted(0, "run one", 1, 4, 0, "1f1b", 0.1, 0.1, replica, (0,))]
+    for step in range(steps):
+        work = WorkerStep(replica, replica, (0,), 4 * microbatch, microbatch, 4, (), (), ())
+        reduce = ReduceTimes(step - 1, 0.03, 0.02 / slow, 64) if step else None
+        measurement = StepMeasurement(0, step, 0.1, (), (), reduce=reduce)
+        records.append(StepTaken(measurement, (), 0, 0.1, work))
+        if norms:
+            found = TermNorms((1 + 24 / 8, 1 + 24 / 8), 1 + 24 / 16)
+            loss = 4 * (step + 1) ** -0.5
+            records.append(NormsTold(0, step, StepNorms((0,), found, (8.0, 8.0), "rows", loss)))
+    write(folder / f"replica-{replica}", 0, records)
+
+
+def test_a_run_tells_its_own_case(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recorded(tmp_path, 0)
+    recorded(tmp_path, 1, slow=2.0)
+    found = json.loads(printed(capsys, "modes", str(tmp_path), "--loss", "0.5", "--json"))
+    case = found["case"]
+    assert (case["replicas"], case["microbatches"], case["batch"], case["jitter"]) == (2, 4, 8.0, 0.0)
+    assert case["phi"] == pytest.approx(24.0) and case["slow"] == {"1": 2.0}
+    # The last replica to come does not wait. Nobody shared microbatches, so the slow one takes the whole rest of the step.
+    assert case["exchange"] == pytest.approx(0.01) and case["seconds"] == pytest.approx((0.1 - 0.01) / 2)
+    assert found["run"]["noise"] == pytest.approx({"value": 24, "low": 24, "high": 24, "noise": 24, "signal": 1, "steps": 40})
+    assert found["loss"]["updates"] == pytest.approx(64, rel=0.02) and found["loss"]["low"] <= 64.5
+
+    lines = printed(capsys, "modes", str(tmp_path), "--loss", "0.5").splitlines()
+    assert lines[0] == "2 replicas, 8 rows each a step, noise scale 24 rows"
+    assert "run       40 steps, usually 0.1 s; of replicas 1 takes 2 times as long; jitter 0" in lines
+    assert "noise     24 rows (24 to 24), from 40 steps" in lines
+    (exact,) = (line.split() for line in lines if line.startswith("          exact: "))
+    left = found["loss"]["updates"] - 40
+    assert float(exact[1]) == pytest.approx(left * found["modes"][0]["seconds"], rel=0.01)
+    reached = printed(capsys, "modes", str(tmp_path), "--loss", "1.0").splitlines()
+    assert not [line for line in reached if "from now on" in line], "that loss is behind the run"
+    assert printed(capsys, "modes", str(tmp_path), "--phi", "70").startswith(
+        "2 replicas, 8 rows each a step, noise scale 70 rows"
+    )
+
+
+def test_a_run_that_lacks_something_says_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, without, nothing = tmp_path / "one", tmp_path / "without", tmp_path / "nothing"
+    recorded(one, 0)
+    for replica in range(2):
+        recorded(without, replica, norms=False)
+    nothing.mkdir()
+    expected = "expected a run with Options(noise_scale=True)"
+    case = tmp_path / "case.json"
+    case.write_text('{"replicas": 8, "phi": 50}')
+    for arguments, message in (
+        ([one], f"{one}: a run of one replica: expected two or more, of which modes differ"),
+        ([without], f"{without}: no norms of gradients: {expected}, or --phi SAMPLES"),
+        ([without, "--phi", "5", "--loss", "1"], f"{without}: no losses: {expected}, which records them"),
+        ([nothing], f"{nothing}: no rank-*.jsonl: expected the folder of a run, Telemetry(folder=...)"),
+        ([case, "--loss", "1"], "modes: --loss: expected the folder of a run, whose losses tell how many updates it takes"),
+    ):
+        assert main(["modes", *map(str, arguments)]) == 2
+        assert capsys.readouterr().err == f"adaptra: {message}\n"
+    assert main(["modes", str(without), "--phi", "5"]) == 0
+
+
+def test_a_loss_that_is_too_far_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for replica in range(2):
+        recorded(tmp_path, replica)
+    assert main(["modes", str(tmp_path), "--loss", "0.01"]) == 2
+    message = "the line through the losses of 40 updates does not come to 0.01 in 100 times as many"
+    assert capsys.readouterr().err == f"adaptra: --loss 0.01: {message}\n"
