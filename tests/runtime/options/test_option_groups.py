@@ -36,6 +36,7 @@ OTHERS: dict[str, Any] = {
     "deterministic": True,
     "reduce": adaptra.Reduce(algorithm="auto", memory=1 << 20),
     "noise_scale": True,
+    "synchrony": adaptra.Local(8, sites=2),
 }
 """Another value than the default of every option that must be equal on all ranks."""
 
