@@ -100,6 +100,16 @@ class LocalSteps:
         # Steps since an exchange was opened or joined; each fragment begins as if one had been at its offset.
         self._since = {stage: -offset % local.every for stage, offset in self._offsets.items()}
 
+    def __str__(self) -> str:
+        """How this rank's site exchanges, and how far it is."""
+        quorum, every = self._local.quorum, self._local.every
+        done = [f"{one.updates} of stage {stage}" for stage, one in self._fragments.items()]
+        who = "all sites" if quorum is None else f"at least {quorum} sites, {self._local.grace:g} s after these are there"
+        return (
+            f"site {self._sites.index} of {self._sites.count} updates by itself, and exchanges with {who} every {every} steps; "
+            f"exchanges so far: {', '.join(done) or 'none'}"
+        )
+
     def begin(self, check: Callable[[], None]) -> list[Exchange]:
         """Exchange the fragments whose turn it is, at the begin of a step, and return their exchanges.
 
@@ -176,10 +186,15 @@ class LocalSteps:
             fragment.trained += weight
             self._since[stage] += 1
 
-    def restart(self) -> None:
-        """Take the parameters as they are for those after an exchange, since all sites have the same."""
-        for fragment in self._fragments.values():
+    def restart(self, check: Callable[[], None]) -> None:
+        """Take the parameters as they are for those after an exchange, since all sites have the same.
+
+        All ranks of the job call it, between two steps; ``check`` as of :meth:`begin`.
+        """
+        for stage, fragment in self._fragments.items():
             fragment.begin()
+            if self._local.quorum is not None:
+                self._voter(stage, check)  # who comes late to the first exchange has a vote that others can read
 
     def state(self) -> dict[str, Any]:
         """Return what this rank needs to go on after a restart: the tensors themselves, by the fragments' stages."""

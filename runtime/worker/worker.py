@@ -213,7 +213,7 @@ class Worker:
         """Replace copies of values by the first holder's; all ranks call it."""
         self.values.align_copies()
         if self._parts.local is not None:
-            self._parts.local.restart()
+            self._parts.local.restart(self.check)
 
     def at_certificate(self) -> None:
         """Fail if this worker is to fail between a step that has run and its :meth:`commit`."""

@@ -189,6 +189,11 @@ class World:
         replica, place = self.seat(worker)
         return tuple(one for one in self.column(place) if self.site(self.seat(one).replica) == self.site(replica))
 
+    def site_of(self, process: ProcessId) -> tuple[ProcessId, ...]:
+        """Return the processes of the site in which a process is at home, in order."""
+        site = self.site(self.home(process))
+        return tuple(one for one in self.processes if self.site(self.home(one)) == site)
+
     def counterparts(self, worker: WorkerId) -> tuple[WorkerId, ...]:
         """Return the worker of each site that has the same place, and the same number among its peers."""
         peers = self.peers(worker)

@@ -85,7 +85,10 @@ class LocalWorkers:
         self.recorders = recorders
         self._failure = None
         if self.calls is not None:
-            self.calls.begin(launched.world.processes, lambda: launched.attempt)
+            # Where a quorum suffices, one site may have made more calls than another.
+            local, world = planned.factory.options.local, launched.world
+            by_site = local is not None and local.quorum is not None
+            self.calls.begin(world.site_of(launched.process) if by_site else world.processes, lambda: launched.attempt)
             for worker in self.workers if launched.job.keeper is None else ():  # a call that breaks is done again at once
                 worker.explain = self.calls.explain
         # Also if the process ends without a close, since the transports' threads must not outlive the interpreter.

@@ -203,9 +203,10 @@ class StepParts:
         self.end.reduce()
         losses = shape.losses.end_step(timeout)
         certificate = self.end.certify(Contribution(replica, shape.shape.rows, losses, loss_scale))
-        if self.local is not None and certificate.has_gradients:
+        if self.local is not None:
             rows, weight = sum(shape.shape.rows), certificate.divisor
-            self.local.count(rows if weight is None else weight / self._context.replicas.count)
+            trained = rows if weight is None else weight / self._context.replicas.count
+            self.local.count(trained if certificate.has_gradients else 0.0)
         self._probes.end_step(timeout)
         self.kept.gather()
         return certificate
