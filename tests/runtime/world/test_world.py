@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import chain
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,3 +87,23 @@ def test_too_few_processes_are_refused() -> None:
         World.of_fewer(2, 3, 2)
     with pytest.raises(OptionError, match="expected one at home in each"):
         World.of_fewer(2, 2, 3)
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.integers(1, 3), st.data())
+def test_sites_divide_each_column(places: int, sites: int, size: int, data: st.DataObject) -> None:
+    """A worker averages gradients with its peers, and exchanges with one counterpart of each site."""
+    roles = Roles(places, tuple(data.draw(st.permutations(range(places * sites * size)))))
+    world = replace(World.of_roles(roles), sites=sites)
+    for place in map(Place, range(places)):
+        column = world.column(place)
+        peers = list(dict.fromkeys(map(world.peers, column)))
+        counterparts = list(dict.fromkeys(map(world.counterparts, column)))
+        assert [len(one) for one in peers] == [size] * sites and tuple(chain(*peers)) == column
+        assert [len(one) for one in counterparts] == [sites] * size and sorted(chain(*counterparts)) == [*column]
+        assert all(len({*one} & {*other}) == 1 for one in peers for other in counterparts)
+    for process in world.processes:
+        (worker,) = world.hosted(process)
+        site = {
+            one for place in range(places) for one in world.hosts_of(world.peers(world.pipeline(world.home(process))[place]))
+        }
+        assert {*world.site_of(process)} == site and process in world.hosts_of(world.peers(worker))
