@@ -159,10 +159,12 @@ def _check_local(local: Local, model: nn.Module, planned: PlannedPipeline, launc
             f"Local(quorum={local.quorum}): stages of several ranks use {copied[0]}, and each of them votes on its own: "
             "expected quorum=None, or such stages on one rank"
         )
-    # The outer optimizer keeps two copies of what is trained, in float32 or better. An exchange needs a third one.
+    # The outer optimizer keeps two copies of what is trained, in float32 or better. An exchange needs a third one. The
+    # replicas of a site share them.
     widened = max(4 // min((one.element_size() for one in model.parameters()), default=4), 1)
     here = sum(compiled.train[stage].parameter_bytes for rank in launched.ranks for stage in stages_of(rank, placement))
-    require_host_memory(launched, 3 * widened * here, f"synchrony={local}", timeout)
+    world = launched.world
+    require_host_memory(launched, 3 * widened * here * world.sites // world.replicas, f"synchrony={local}", timeout)
 
 
 def _prepare_all(planned: PlannedPipeline, stages: Sequence[int], inner: str, progress: Progress) -> None:

@@ -25,6 +25,7 @@ class Fragment:
 
     Args:
         parameters: Its parameters by name, in the same order on all ranks that have it.
+        owned: The names of those that this rank exchanges.
         outer: The outer optimizer's settings.
 
     Attributes:
@@ -33,47 +34,49 @@ class Fragment:
         trained: What this site has trained on since it last took part in one: its weight in the next.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], outer: Outer) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], owned: Sequence[str], outer: Outer) -> None:
         self.parameters = parameters
+        self._owned = {name: parameters[name] for name in owned}
         self.updates = 0
         self.trained = 0.0
         self._outer = outer
-        self._after = [torch.empty_like(one, dtype=_precise(one), device=_HOST) for one in parameters.values()]
+        self._after = [torch.empty_like(one, dtype=_precise(one), device=_HOST) for one in self._owned.values()]
         self.begin()
 
     def begin(self) -> None:
         """Take the parameters as they are for those after an exchange, with an outer optimizer that has made no update."""
         self.trained = 0.0
+        # A replica of a site may own none of the parameters, which torch refuses but in a group.
         self._optimizer = torch.optim.SGD(
-            self._after, lr=self._outer.lr, momentum=self._outer.momentum, nesterov=self._outer.nesterov
+            [{"params": self._after}], lr=self._outer.lr, momentum=self._outer.momentum, nesterov=self._outer.nesterov
         )
-        for after, parameter in zip(self._after, self.parameters.values(), strict=True):
+        for after, parameter in zip(self._after, self._owned.values(), strict=True):
             after.copy_(parameter.detach())
 
     @property
     def nbytes(self) -> int:
-        """The bytes that an exchange adds up."""
+        """The bytes that this rank adds up in an exchange."""
         return sum(one.nbytes for one in self._after)
 
     def learnt(self) -> list[Tensor]:
         """Return by how much the parameters were greater after the last exchange: what a gradient would take off them."""
-        return [after - one.detach().to(after) for after, one in zip(self._after, self.parameters.values(), strict=True)]
+        return [after - one.detach().to(after) for after, one in zip(self._after, self._owned.values(), strict=True)]
 
     def update(self, learnt: Sequence[Tensor]) -> None:
-        """Replace the parameters by what the outer optimizer makes of the mean of what sites have learnt."""
+        """Replace owned parameters by what the outer optimizer makes of the mean of what sites have learnt."""
         for after, gradient in zip(self._after, learnt, strict=True):
             after.grad = gradient
         self._optimizer.step()
         self._optimizer.zero_grad()
         with torch.no_grad():
-            for after, parameter in zip(self._after, self.parameters.values(), strict=True):
+            for after, parameter in zip(self._after, self._owned.values(), strict=True):
                 parameter.copy_(after)
         self.updates += 1
         self.trained = 0.0
 
     @property
     def state(self) -> list[Tensor]:
-        """The parameters after the last exchange, and the momentum of each: the tensors themselves."""
+        """The owned parameters after the last exchange, and the momentum of each: the tensors themselves."""
         return [one for part in self._parts for one in part]
 
     def take(self, state: Sequence[Tensor], updates: int) -> None:
@@ -84,12 +87,9 @@ class Fragment:
 
     def saved(self) -> dict[str, Any]:
         """Return what the fragment needs to go on after a restart: the tensors themselves, by parameter."""
-        named = dict(
-            zip(
-                _SAVED, (self.parameters, *(dict(zip(self.parameters, part, strict=True)) for part in self._parts)), strict=True
-            )
-        )
-        return {"updates": self.updates, "trained": self.trained, **named}
+        after, momentum = (dict(zip(self._owned, part, strict=True)) for part in self._parts)
+        tensors = dict(zip(_SAVED, (dict(self.parameters), after, momentum), strict=True))
+        return {"updates": self.updates, "trained": self.trained, **tensors}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Go on from what :func:`check_saved` has taken."""
@@ -119,9 +119,10 @@ def check_saved(fragment: Fragment, saved: Any) -> int:
     """
     match saved:
         case {"updates": int(), "trained": float() | int(), "since": int(since)}:
-            expected = _shapes(fragment.parameters)
-            for part in _SAVED:
-                shapes = _shapes(saved.get(part))
+            for part, own in fragment.saved().items():
+                if part not in _SAVED:
+                    continue
+                expected, shapes = _shapes(own), _shapes(saved.get(part))
                 wrong = [name for name in {**expected, **shapes} if shapes.get(name) != expected.get(name)]
                 if wrong:
                     raise StateError(

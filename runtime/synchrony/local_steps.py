@@ -7,6 +7,9 @@ is in the parameters::
     learnt = parameters after the last exchange - parameters now
     parameters = outer optimizer's step by the mean of learnt over the sites, by what each has trained on
 
+Each replica of a site exchanges a part of the parameters, and brings it to the others. So a stage crosses the link between two
+sites once, however many replicas they have.
+
 Without a quorum all sites take part, each after the same number of its steps. With one, a site opens an exchange after
 ``every`` steps. Others join it at the begin of their next step. Who comes too late goes on, and is in a later exchange with all
 that it has learnt since. It then takes the updates that it has missed from a site that has them.
@@ -24,6 +27,7 @@ from typing import Any, Final
 from torch import Tensor
 from torch.distributed import Store
 
+from adaptra.collectives.owners import balanced_owners
 from adaptra.errors import StateError
 from adaptra.json_files import Fields
 from adaptra.planning.synchrony.modes import Local
@@ -43,7 +47,7 @@ class Exchange:
         stage: The stage whose parameters are its fragment.
         ballot: Who took part, each with its weight.
         sites: The number of sites.
-        nbytes: The bytes that each one added.
+        nbytes: The bytes that this rank and its counterparts each added.
         seconds: For how long this rank waited, from its vote on.
     """
 
@@ -88,7 +92,15 @@ class LocalSteps:
         store: Store,
     ) -> None:
         self._local = local
-        self._fragments: Final = {stage: Fragment(named, local.outer) for stage, named in sorted(fragments.items()) if named}
+        self._owners = {
+            stage: balanced_owners({name: one.nbytes for name, one in named.items()}, replicas.count)
+            for stage, named in sorted(fragments.items())
+            if named
+        }
+        self._fragments: Final = {
+            stage: Fragment(fragments[stage], [name for name, owner in owners.items() if owner == replicas.index], local.outer)
+            for stage, owners in self._owners.items()
+        }
         self._offsets = {stage: stage * local.every // stages for stage in self._fragments}
         self._replicas = replicas
         self._sites = sites
@@ -239,8 +251,11 @@ class LocalSteps:
         own = ballot.votes[ballot.sites.index(self._sites.index)]
         for one in learnt:
             one.mul_(own.weight / total)
-        members.combine_gradients(learnt, learnt.__getitem__, mean=False)
+        if learnt:
+            members.combine_gradients(learnt, learnt.__getitem__, mean=False)
         fragment.update(learnt)
+        parameters, owners = fragment.parameters, self._owners[stage]
+        self._replicas.bring_from_owners([one.detach() for one in parameters.values()], [owners[name] for name in parameters])
         return [Exchange(stage, ballot, self._sites.count, fragment.nbytes, time.monotonic() - began)]
 
     def _of_all(self, stage: int) -> Ballot:

@@ -75,10 +75,20 @@ def run(local: adaptra.Local, stages: int, late: bool = False, log: Sequence[Any
         names = [name for name, _ in pipe.named_parameters()]
         pipe.exchange()
         log, explained = [*pipe.exchange_log], pipe.explain()
+        after = [name for one in pipe.outer_state_dict()["stages"].values() for name in one["after"]]
         replica = pipe.replica
         equal = bits_of(dict(pipe.named_parameters()))
     told = [one.text for one in events if one.kind.value == "exchanged"]
-    return {"bits": bits, "names": names, "equal": equal, "log": log, "told": told, "replica": replica, "explained": explained}
+    return {
+        "bits": bits,
+        "names": names,
+        "equal": equal,
+        "log": log,
+        "told": told,
+        "replica": replica,
+        "explained": explained,
+        "after": after,
+    }
 
 
 def go_on(local: adaptra.Local, stages: int) -> list[bytes]:
@@ -225,6 +235,9 @@ def test_replicas_of_a_site_stay_equal(found: list[dict[str, Any]]) -> None:
             plain.step(site, [2 * site, 2 * site + 1], step)
         for rank in ranks:
             assert rank["bits"][step] == plain.bits(rank["replica"] // 2, rank["names"]), f"step {step}"
+    for first, second in (ranks[:2], ranks[2:]):
+        assert not {*first["after"]} & {*second["after"]}, "each replica exchanges a part"
+        assert {*first["after"], *second["after"]} == {*first["names"]}
 
 
 def follow(ranks: Sequence[Mapping[str, Any]], plain: Plain, sites: int) -> list[dict[str, Any]]:
