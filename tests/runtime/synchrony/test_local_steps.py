@@ -61,7 +61,7 @@ def train(
 
 
 def bits_of(parameters: Mapping[str, Tensor]) -> bytes:
-    return b"".join(parameters[name].detach().numpy().tobytes() for name in sorted(parameters))
+    return b"".join(parameters[name].detach().cpu().numpy().tobytes() for name in sorted(parameters))
 
 
 def run(local: adaptra.Local, stages: int, late: bool = False, log: Sequence[Any] = (), steps: int = STEPS) -> dict[str, Any]:
