@@ -305,6 +305,11 @@ def _spec(request: CompileArguments, launched: Launch, devices: Sequence[torch.d
     """Return what all plans of the pipeline begin with. Under a launcher the ranks tell each other their free memory."""
     options = request.options
     replicas = launched.world.replicas
+    if options.noise_scale and replicas == launched.world.sites:
+        raise OptionError(
+            "noise_scale=True with one replica, or one in each site: expected several, as the noise scale "
+            "is known by how their gradients differ"
+        )
     for fault in request.faults:  # all ranks gave the same ones and refuse them alike
         fault.check_job(replicas, in_threads=launched.in_threads)
     return PipelineSpec(

@@ -71,6 +71,11 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
         of_compile(synchrony=adaptra.Local()),
     ),
     (
+        "noise_scale=True with one replica, or one in each site: expected several, as the noise scale is known by how their "
+        "gradients differ",
+        of_compile(noise_scale=True),
+    ),
+    (
         "Local(sites=…) with … replicas: expected sites of equally many replicas",
         lambda: check_mode(adaptra.Local(sites=2), 3),
     ),
