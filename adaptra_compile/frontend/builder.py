@@ -147,18 +147,12 @@ def _check_compiled(request: CompileArguments, planned: PlannedPipeline, launche
 
 
 def _check_local(local: Local, model: nn.Module, planned: PlannedPipeline, launched: Launch, timeout: float) -> None:
-    """Refuse local steps of a model that can't have them. All ranks refuse it alike.
+    """Refuse local steps whose copies of the model are too large. All ranks refuse them alike.
 
     Raises:
-        OptionError: Stages of several ranks use a parameter, and a quorum suffices. Or memory does not.
+        OptionError: It does not fit the memory of a host.
     """
     compiled, placement = planned.compiled, planned.initial.case.placement
-    copied = sorted(compiled.copied(placement))
-    if local.quorum is not None and copied:
-        raise OptionError(
-            f"Local(quorum={local.quorum}): stages of several ranks use {copied[0]}, and each of them votes on its own: "
-            "expected quorum=None, or such stages on one rank"
-        )
     # The outer optimizer keeps two copies of what is trained, in float32 or better. An exchange needs a third one. The
     # replicas of a site share them.
     widened = max(4 // min((one.element_size() for one in model.parameters()), default=4), 1)

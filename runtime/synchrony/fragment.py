@@ -16,8 +16,6 @@ from adaptra.errors import StateError
 from adaptra.planning.synchrony.modes import Outer
 
 _HOST: Final = torch.device("cpu")
-_SAVED: Final = ("parameters", "after", "momentum")
-"""Of each parameter: its value, that after the last exchange, and the outer optimizer's momentum."""
 
 
 class Fragment:
@@ -30,22 +28,17 @@ class Fragment:
 
     Attributes:
         parameters: As given.
-        updates: The number of exchanges whose update is in the parameters.
-        trained: What this site has trained on since it last took part in one: its weight in the next.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], owned: Sequence[str], outer: Outer) -> None:
         self.parameters = parameters
         self._owned = {name: parameters[name] for name in owned}
-        self.updates = 0
-        self.trained = 0.0
         self._outer = outer
         self._after = [torch.empty_like(one, dtype=_precise(one), device=_HOST) for one in self._owned.values()]
         self.begin()
 
     def begin(self) -> None:
         """Take the parameters as they are for those after an exchange, with an outer optimizer that has made no update."""
-        self.trained = 0.0
         # A replica of a site may own none of the parameters, which torch refuses but in a group.
         self._optimizer = torch.optim.SGD(
             [{"params": self._after}], lr=self._outer.lr, momentum=self._outer.momentum, nesterov=self._outer.nesterov
@@ -71,32 +64,27 @@ class Fragment:
         with torch.no_grad():
             for after, parameter in zip(self._after, self._owned.values(), strict=True):
                 parameter.copy_(after)
-        self.updates += 1
-        self.trained = 0.0
 
     @property
     def state(self) -> list[Tensor]:
         """The owned parameters after the last exchange, and the momentum of each: the tensors themselves."""
         return [one for part in self._parts for one in part]
 
-    def take(self, state: Sequence[Tensor], updates: int) -> None:
-        """Go on from the :attr:`state` of a rank that has so many updates. The parameters stay what they are."""
+    def take(self, state: Sequence[Tensor]) -> None:
+        """Go on from another rank's :attr:`state`. The parameters stay what they are."""
         for own, value in zip(self.state, state, strict=True):
             own.copy_(value)
-        self.updates = updates
 
-    def saved(self) -> dict[str, Any]:
+    def saved(self) -> dict[str, dict[str, Tensor]]:
         """Return what the fragment needs to go on after a restart: the tensors themselves, by parameter."""
         after, momentum = (dict(zip(self._owned, part, strict=True)) for part in self._parts)
-        tensors = dict(zip(_SAVED, (dict(self.parameters), after, momentum), strict=True))
-        return {"updates": self.updates, "trained": self.trained, **tensors}
+        return {"parameters": dict(self.parameters), "after": after, "momentum": momentum}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Go on from what :func:`check_saved` has taken."""
-        self.updates, self.trained = saved["updates"], saved["trained"]
         with torch.no_grad():
             for part, own in self.saved().items():
-                for name, value in saved[part].items() if part in _SAVED else ():
+                for name, value in saved[part].items():
                     own[name].copy_(value)
 
     @property
@@ -111,26 +99,19 @@ class Fragment:
         return state["momentum_buffer"]
 
 
-def check_saved(fragment: Fragment, saved: Any) -> int:
-    """Return the steps since the last exchange that a fragment's saved state tells.
+def check_saved(fragment: Fragment, saved: Any) -> None:
+    """Refuse what is no saved state of a fragment.
 
     Raises:
         StateError: It does not fit the fragment; names what.
     """
-    match saved:
-        case {"updates": int(), "trained": float() | int(), "since": int(since)}:
-            for part, own in fragment.saved().items():
-                if part not in _SAVED:
-                    continue
-                expected, shapes = _shapes(own), _shapes(saved.get(part))
-                wrong = [name for name in {**expected, **shapes} if shapes.get(name) != expected.get(name)]
-                if wrong:
-                    raise StateError(
-                        f"outer state: {part} of {wrong[0]}: of shape {shapes.get(wrong[0])}: expected {expected.get(wrong[0])}"
-                    )
-            return since
-        case _:
-            raise StateError(f"outer state: {saved!r:.60}: expected numbers and tensors of pipe.outer_state_dict()")
+    for part, own in fragment.saved().items():
+        expected, shapes = _shapes(own), _shapes(saved.get(part) if isinstance(saved, Mapping) else None)
+        wrong = [name for name in {**expected, **shapes} if shapes.get(name) != expected.get(name)]
+        if wrong:
+            raise StateError(
+                f"outer state: {part} of {wrong[0]}: of shape {shapes.get(wrong[0])}: expected {expected.get(wrong[0])}"
+            )
 
 
 def _shapes(tensors: Any) -> dict[str, object]:

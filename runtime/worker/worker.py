@@ -196,7 +196,7 @@ class Worker:
         """Exchange with other sites what is due at the begin of a step, or all that there is."""
         local = self._parts.local
         if local is not None:
-            for one in local.exchange_all(self.check) if all_now else local.begin(self.check):
+            for one in local.exchange_all() if all_now else local.begin():
                 self.controller.recorder.emit_now(EventKind.EXCHANGED, str(one))
 
     def exchange(self) -> None:

@@ -204,9 +204,8 @@ class StepParts:
         losses = shape.losses.end_step(timeout)
         certificate = self.end.certify(Contribution(replica, shape.shape.rows, losses, loss_scale))
         if self.local is not None:
-            rows, weight = sum(shape.shape.rows), certificate.divisor
-            trained = rows if weight is None else weight / self._context.replicas.count
-            self.local.count(trained if certificate.has_gradients else 0.0)
+            rows, weight = sum(shape.shape.rows) * self._context.replicas.count, certificate.divisor
+            self.local.count((rows if weight is None else weight) if certificate.has_gradients else 0.0)
         self._probes.end_step(timeout)
         self.kept.gather()
         return certificate
@@ -270,7 +269,8 @@ class StepParts:
             for name in compiled.train[stage].trainable:
                 fragments.setdefault(owners.get(name, stage), {})[name] = trainable[name]
         store = under("synchrony", context.job.store)
-        return LocalSteps(local, fragments, len(compiled.train), context.replicas, context.sites, store)
+        votes = context.rank == 0 and context.replicas.index == 0
+        return LocalSteps(local, fragments, len(compiled.train), context.replicas, context.sites, store, votes=votes)
 
     def _begin_stages(
         self, stages: Mapping[int, ForwardStage], outputs: Mapping[int, StepOutputs], loss_scale: float, steps_before: int

@@ -98,7 +98,7 @@ def test_ranks_of_several_processes_refuse_them_with_both_names(kind: str) -> No
     inputs, targets = batch()
     stages = compile_stages(model, (inputs,), {}, stages=2, loss=nn.functional.mse_loss, targets=targets, split=["b"])
     world = World(0, 2, (ProcessId(0), ProcessId(1)), (0, 0))
-    several: Any = Launch((), world, ProcessId(0), ProcessMembership(), Any, Any, Any)  # type: ignore[arg-type]  # only the world counts
+    several: Any = Launch((), world, ProcessId(0), ProcessMembership(), Any, Any, Any, Any)  # type: ignore[arg-type]  # only the world counts
     refuse_shared_memory(model, stages, (0, 0), several, is_empty=False)
     if kind == "apart":
         refuse_shared_memory(model, stages, (0, 1), several, is_empty=False)

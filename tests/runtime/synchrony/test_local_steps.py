@@ -114,12 +114,14 @@ def go_on(local: adaptra.Local, stages: int) -> list[bytes]:
 def body(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     found["stages"] = run(adaptra.Local(3), 2)
+    found["stages again"] = run(adaptra.Local(3), 2, log=found["stages"]["log"])
     found["saved"] = go_on(adaptra.Local(3), 2)
     found["sites"] = run(adaptra.Local(2, sites=2, outer=adaptra.Outer(lr=0.5, momentum=0.0, nesterov=False)), 1)
     quorum = adaptra.Local(2, quorum=3, grace=0.02)
     steps = STEPS + 2 * (rank == LONGEST)
     found["quorum"] = run(quorum, 1, late=rank == LATE, steps=steps)
     found["crowded"] = run(adaptra.Local(3, sites=2, quorum=2, grace=0.02), 1, late=rank >= 2)
+    found["turns"] = run(adaptra.Local(4, quorum=2, grace=0.02), 2, late=rank >= 2, steps=STEPS + (rank < 2))
     found["replayed"] = run(quorum, 1, log=found["quorum"]["log"], steps=steps)
     return found
 
@@ -242,26 +244,31 @@ def test_replicas_of_a_site_stay_equal(found: list[dict[str, Any]]) -> None:
 
 def follow(ranks: Sequence[Mapping[str, Any]], plain: Plain, sites: int) -> list[dict[str, Any]]:
     """Compare sites' parameters with those of the plain program that exchanges as their logs say; return the exchanges."""
-    done, size = [0] * sites, len(ranks) // sites
-    decisions = {one["number"]: one for rank in ranks for one in rank["log"]}
+    replicas = 1 + max(rank["replica"] for rank in ranks)
+    size = replicas // sites
+    of_site = [[rank for rank in ranks if rank["replica"] // size == site] for site in range(sites)]
+    done = [0] * sites
+    ballots = {one["number"]: one for rank in ranks for one in rank["log"]}
 
     def go_to(site: int, until: int) -> None:
         for step in range(done[site], until):
             plain.step(site, range(site * size, (site + 1) * size), step)
-            for rank in ranks[site * size : (site + 1) * size]:
+            for rank in of_site[site]:
                 assert rank["bits"][step] == plain.bits(site, rank["names"]), f"site {site}, step {step}"
         done[site] = until
 
-    for number in sorted(decisions):
-        for vote in decisions[number]["votes"]:
+    for number in sorted(ballots):
+        stage, votes = ballots[number]["stage"], ballots[number]["votes"]
+        for vote in votes:
             site = vote["site"]
-            go_to(site, next(one["steps"] for one in ranks[site * size]["log"] if one["number"] == number))
-            assert plain.weights[site][0] == vote["weight"]
-        plain.exchange(0, [vote["site"] for vote in decisions[number]["votes"]])
+            go_to(site, next(one["steps"] for one in of_site[site][0]["log"] if one["number"] == number))
+            assert plain.weights[site][stage] == vote["weight"]
+        plain.exchange(stage, [vote["site"] for vote in votes])
     for site in range(sites):
-        go_to(site, len(ranks[site * size]["bits"]))
-    assert len({rank["equal"] for rank in ranks}) == 1
-    return [decisions[number] for number in sorted(decisions)]
+        go_to(site, len(of_site[site][0]["bits"]))
+        assert all(rank["log"] == of_site[site][0]["log"] for rank in of_site[site]), "all ranks of a site are told the same"
+        assert [rank["equal"] for rank in of_site[site]] == [rank["equal"] for rank in of_site[0]]
+    return [ballots[number] for number in sorted(ballots)]
 
 
 def test_a_late_site_misses_exchanges_and_what_it_has_learnt_is_in_a_later_one(found: list[dict[str, Any]]) -> None:
@@ -274,6 +281,13 @@ def test_a_late_site_misses_exchanges_and_what_it_has_learnt_is_in_a_later_one(f
     assert last in ranks[0]["explained"]
 
 
+def test_stages_take_turns_where_a_quorum_suffices(found: list[dict[str, Any]]) -> None:
+    ranks = [one["turns"] for one in found]
+    exchanges = follow(ranks, Plain(adaptra.Local(4, quorum=2), 2, names_of(ranks, 2)), 2)
+    assert [one["stage"] for one in exchanges] == [number % 2 for number in range(len(exchanges))]
+    assert len(exchanges) >= 6
+
+
 def test_the_replicas_of_a_site_exchange_together(found: list[dict[str, Any]]) -> None:
     ranks = [one["crowded"] for one in found]
     exchanges = follow(ranks, Plain(adaptra.Local(3, sites=2, quorum=2), 2, names_of(ranks, 1)), 2)
@@ -282,5 +296,6 @@ def test_the_replicas_of_a_site_exchange_together(found: list[dict[str, Any]]) -
 
 def test_a_log_gives_the_same_bits_again(found: list[dict[str, Any]]) -> None:
     for rank in found:
+        assert rank["stages again"]["bits"] == rank["stages"]["bits"]
         assert rank["replayed"]["bits"] == rank["quorum"]["bits"]
         assert rank["replayed"]["log"] == rank["quorum"]["log"]

@@ -147,10 +147,6 @@ def refused_by_a_job(rank: int) -> dict[str, tuple[str, str]]:
     return found
 
 
-def refused_quorum(_rank: int) -> tuple[str, str]:
-    return message(of_compile(synchrony=adaptra.Local(quorum=2)))
-
-
 def refused_hosts(_rank: int) -> tuple[str, str]:
     def make() -> None:
         options = adaptra.Options(synchrony=adaptra.Local())
@@ -174,7 +170,7 @@ def test_a_job_refuses_what_sites_can_not_have() -> None:
             "…: sites update by themselves under Options(synchrony=adaptra.Local(...)), and what they have learnt since their "
             "last exchange does not move: expected the model, roles and cut points of the first step"
         ),
-        "replay": "exchange() after … steps: the log that is replayed has none of stage … there",
+        "replay": "exchange() after … steps: the log that is replayed has none there",
         "exchange": "…: all replicas are one site: expected Options(synchrony=adaptra.Local(...))",
         "replay of none": "…: all replicas are one site: expected Options(synchrony=adaptra.Local(...))",
         "memory": ("synchrony=local=…: it needs … of memory on the host of rank …, where … are free: expected that it fits"),
@@ -183,12 +179,6 @@ def test_a_job_refuses_what_sites_can_not_have() -> None:
         assert found.keys() == rows.keys()
         for name, row in rows.items():
             check_documented(found[name][0], found[name][1], row)
-    quorum = (
-        "Local(quorum=…): stages of several ranks use …, and each of them votes on its own: expected quorum=None, or such "
-        "stages on one rank"
-    )
-    for one in run_processes(refused_quorum, 4):
-        check_documented(one[0], one[1], quorum)
     hosts = (
         "Local(…) with … ranks for … workers: expected a rank for each worker, as the workers of a rank have the same "
         "parameters, and those of sites differ"

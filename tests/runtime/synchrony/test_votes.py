@@ -24,14 +24,6 @@ def sites_that_train(store: dist.Store, seed: int) -> list[list[Ballot]]:
     """The exchanges of each site, which makes so many steps of random times and then waits for all."""
     found: list[list[Ballot]] = [[] for _ in range(SITES)]
 
-    def take_part(site: int, decision: Ballot) -> int:
-        """As by an exchange, of which nobody ends before all have begun."""
-        found[site].append(decision)
-        store.add(f"met/{decision.number}", 1)
-        while store.add(f"met/{decision.number}", 0) < len(decision.sites):
-            time.sleep(0.001)
-        return decision.number
-
     def run(site: int) -> None:
         drawn = random.Random(f"{seed}/{site}")
         votes = Votes(store, site, SITES, Local(2, quorum=QUORUM, grace=drawn.choice((0.0, 0.01))), no_error)
@@ -41,12 +33,14 @@ def sites_that_train(store: dist.Store, seed: int) -> list[list[Ballot]]:
             if weight and (since >= 2 or votes.is_open()):
                 decision, since = votes.vote(float(weight), updates), 0
                 if decision is not None:
-                    weight, updates = 0, take_part(site, decision)
+                    found[site].append(decision)
+                    weight, updates = 0, decision.number
             since, weight = since + 1, weight + 1
         while True:
             decision = votes.vote(float(weight), updates, is_last=True)
             if decision is not None:
-                weight, updates = 0, take_part(site, decision)
+                found[site].append(decision)
+                weight, updates = 0, decision.number
                 if all(vote.is_last for vote in decision.votes):
                     break
         votes.close()
@@ -103,6 +97,6 @@ def test_a_lost_rank_ends_the_wait_for_a_quorum() -> None:
 def test_a_record_that_no_site_has_written_is_refused() -> None:
     store = dist.HashStore()
     one, _ = (Votes(store, site, 2, Local(1, quorum=2), no_error) for site in range(2))
-    store.set("last", '{"number": -1, "votes": []}')
+    store.set("ballot/1", '{"number": 0, "votes": []}')
     with pytest.raises(ControlError, match="exchange between sites"):
         one.vote(1.0, 0)

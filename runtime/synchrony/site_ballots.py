@@ -1,0 +1,124 @@
+"""One site in the vote on exchanges: its first rank votes, and tells all ranks of the site what has come of it.
+
+All of them are told at the begin of each step, so they exchange at the same step or do not. What they count is the same on all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from adaptra.planning.synchrony.modes import Local
+from adaptra.runtime.control_store.schema import encode
+from adaptra.runtime.control_store.stores import Connection
+from adaptra.runtime.synchrony.votes import Ballot, Votes
+
+_ASK_SECONDS: Final = 0.001
+"""Between two looks at what the first rank tells."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What a site has done, the same on all of its ranks.
+
+    Attributes:
+        trained: By stage, what it has trained on since it last took part in one of its exchanges: its weight in the next.
+        updates: By stage, the number of exchanges whose update it has.
+        steps: The number of its steps.
+        since: The steps since it opened or joined an exchange, of whatever stage. Its first rank alone knows.
+    """
+
+    trained: list[float]
+    updates: list[int]
+    steps: int = 0
+    since: int = 0
+
+    def count(self, weight: float) -> None:
+        """Count a step."""
+        self.steps += 1
+        self.since += 1
+        self.trained = [one + weight for one in self.trained]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields as JSON values."""
+        return {"trained": [*self.trained], "updates": [*self.updates], "steps": self.steps, "since": self.since}
+
+    @staticmethod
+    def fitting(saved: Any, stages: int) -> Counts | None:
+        """Return the counts that :meth:`to_json` has written for this number of stages; None if these are none."""
+        match saved:
+            case {"trained": [*trained], "updates": [*updates], "steps": int(steps), "since": int(since), "stages": Mapping()}:
+                is_one = len(trained) == len(updates) == stages
+                return Counts([*map(float, trained)], [*map(int, updates)], steps, since) if is_one else None
+            case _:
+                return None
+
+
+class SiteBallots:
+    """One rank's part in what its site does about exchanges.
+
+    Args:
+        voter: Votes for the site, on its first rank; None on the others.
+        store: The keys of this site.
+        local: When sites exchange.
+        stages: The number of stages.
+        check: Raises the error that has ended this rank's waits, if there is one.
+    """
+
+    def __init__(self, voter: Votes | None, store: Connection, local: Local, stages: int, check: Callable[[], None]) -> None:
+        self._voter = voter
+        self._store = store
+        self._interval = max(1, local.every // stages)
+        self._stages = stages
+        self._check = check
+        self._told = 0
+        # Within a site no rank is two steps behind another, nor by more than the last exchanges of all stages.
+        self._kept = stages + 4
+
+    def stage_of(self, ballot: Ballot) -> int:
+        """Return the stage that an exchange is of: they take turns."""
+        return (ballot.number - 1) % self._stages
+
+    def at_step(self, counts: Counts) -> Ballot | None:
+        """Return who takes part with this site in an exchange at the begin of a step; None if it takes part in none."""
+        ballot = None
+        if self._voter is not None and counts.steps and (counts.since >= self._interval or self._voter.is_open()):
+            ballot = self._vote(self._voter, counts)
+            counts.since = 0
+        return self._tell(ballot)
+
+    def at_the_end(self, counts: Counts) -> Ballot:
+        """Return who takes part with this site in the next exchange, for which it waits, as for all others that are left."""
+        ballot = None
+        while ballot is None:
+            ballot = self._tell(None if self._voter is None else self._vote(self._voter, counts, is_last=True))
+        return ballot
+
+    def close(self) -> None:
+        """Tell other sites that this one is gone, and end the connections to the store."""
+        if self._voter is not None:
+            self._voter.close()
+        self._store.close()
+
+    def _vote(self, voter: Votes, counts: Counts, *, is_last: bool = False) -> Ballot | None:
+        while voter.is_decided():  # of what this site has missed
+            voter.next += 1
+        stage = (voter.next - 1) % self._stages
+        return voter.vote(counts.trained[stage], counts.updates[stage], is_last=is_last)
+
+    def _tell(self, ballot: Ballot | None) -> Ballot | None:
+        """Tell the other ranks of the site what its first rank knows, and return that on all of them."""
+        self._told += 1
+        key = f"told/{self._told}"
+        if self._voter is not None:
+            self._store.set(key, encode({} if ballot is None else ballot.to_json()))
+            if self._told > self._kept:
+                self._store.delete_key(f"told/{self._told - self._kept}")
+            return ballot
+        while not self._store.check([key]):
+            self._check()
+            time.sleep(_ASK_SECONDS)
+        payload = self._store.get(key)
+        return None if payload == b"{}" else Ballot.decode(payload)
