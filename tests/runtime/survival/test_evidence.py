@@ -112,12 +112,14 @@ def asks_while_it_is_stopped(rank: int, port: int) -> dict[int, str] | None:
     write_nowhere(client, 2)
     evidence = Evidence(part(client), rank, range(3), HERE)
     if rank:
+        client.set("ready", "")
         asker = int(client.get("asker"))
         os.kill(asker, signal.SIGSTOP)
         time.sleep(2 * SILENT_SECONDS)
         os.kill(asker, signal.SIGCONT)
         client.wait(["done"])
         return None
+    client.wait(["ready"])  # process 2 would be missing for long enough while process 1 starts
     client.set("asker", str(os.getpid()))
     said, began = dict[int, str](), time.monotonic()
     while time.monotonic() - began < 3 * SILENT_SECONDS:
