@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from statistics import fmean, stdev
+from statistics import fmean
 
-from _table import Row
+from _table import Row, half_interval
 from _text_lanes import TextTask
 from _timed_training import Curve, Ledger, Recipe, train, train_locally
 from rich.progress import Progress
@@ -20,8 +20,6 @@ from adaptra.planning.synchrony.modes import Local, Mode, Synchronous, XOrder
 
 GRID = (0.57, 0.8, 1.13, 1.6, 2.26, 3.2)
 """Learning rates, each √2 times the one before."""
-_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""Student's t for 95 %, by degrees of freedom."""
 
 
 @dataclass(frozen=True)
@@ -246,5 +244,5 @@ def interval(name: str, ours: Sequence[float], theirs: Sequence[float], bar: flo
     ratios = [one / other for one, other in zip(ours, theirs, strict=True)]
     if missed := sum(not math.isfinite(ratio) for ratio in ratios):
         return Row(f"{name}: the loss is not reached", missed, None if bar is None else 0, "seeds", len(ratios))
-    reach = f"± {_T[len(ratios) - 1] * stdev(ratios) / len(ratios) ** 0.5:.3f}" if len(ratios) > 1 else ""
-    return Row(name, fmean(ratios), bar, reach, len(ratios))
+    half = half_interval(ratios)
+    return Row(name, fmean(ratios), bar, "" if half is None else f"± {half:.3f}", len(ratios))

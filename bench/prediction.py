@@ -3,11 +3,11 @@
 A change costs its price once, and ends what slowness costs. The price is in steps of slowness, there and back: 4, 16 and 64.
 Costs are those of foresight, which knows when each spell ends, times a figure, with each price as important as another.
 
-- as last time: what is slow stays slow, so the change is made at once;
-- ours: the hazard from the spells before, and what the kernel says, where that did better in this job;
-- LSTM: a network with processor and network as inputs, trained on the same spells;
-- rent or buy: the change is made once slowness has cost as much as it;
-- the hazard known: the best decisions of whom the hazard is told, but not when a spell ends. Nobody is better without a look
+- As last time: what is slow stays slow, so the change is made at once.
+- Ours: the hazard from the spells before, and what the kernel says, where that did better in this job.
+- LSTM: a network with processor and network as inputs, trained on the same spells.
+- Rent or buy: the change is made once slowness has cost as much as it.
+- The hazard known: the best decisions of whom the hazard is told, but not when a spell ends. Nobody is better without a look
   into the future.
 
 A false alarm is a change after which slowness went on for less than its price. "As last time" misses no spell that was worth a
@@ -28,11 +28,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import groupby
-from statistics import fmean, stdev
+from statistics import fmean
 
 from _burners import burned_steps
 from _lstm import predicted
-from _table import Row, parser, print_rows
+from _table import Row, half_interval, parser, print_rows
 from rich.console import Console
 from rich.progress import track
 
@@ -46,8 +46,6 @@ AHEAD = 10
 """Steps for which chances are scored."""
 BAR, ALARMS = 1.2, 0.5
 """Of foresight's cost, and of the false alarms of "as last time"."""
-T_INTERVALS = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26}
-"""By the number of seeds, half a 95 % interval of a mean in standard errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,10 +284,8 @@ def rows_of(name: str, verdicts: Sequence[Verdict]) -> Iterator[Row]:
         if who in verdicts[0].decided:
             costs = [one.cost(who) for one in verdicts]
             yield Row(f"{name}, {who}: cost", fmean(costs), BAR, "of foresight's", seeds)
-            if (half := T_INTERVALS.get(seeds)) is not None:
-                yield Row(
-                    f"{name}, {who}: its interval ±", half * stdev(costs) / math.sqrt(seeds), None, "of foresight's", seeds
-                )
+            if (half := half_interval(costs)) is not None:
+                yield Row(f"{name}, {who}: its interval ±", half, None, "of foresight's", seeds)
     usual = sum(one.false_alarms("as last time") for one in verdicts)
     for who in ("ours", "LSTM"):
         alarms = sum(one.false_alarms(who) for one in verdicts)
