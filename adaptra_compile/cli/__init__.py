@@ -327,7 +327,7 @@ def _modes(add: _Add) -> None:
         "Show what synchronisation modes of replicas take to a loss when some are slow, and which one is chosen and why.\n\n"
         "For each mode: seconds of an update by a simulated clock, its samples, the age of its gradients, and updates needed.\n"
         "Modes are exact (microbatches shared by lasting speed), stealing (and within the step), x-order=N, groups,\n"
-        "asynchronous, deadline=SHARE and local=STEPS. Running jobs are exact; the others are not built yet.",
+        "asynchronous, deadline=SHARE and local=STEPS. Jobs run exact and local=STEPS; the others are not built yet.",
     )
     parser.add_argument(
         "case", metavar="CASE", nargs="?",

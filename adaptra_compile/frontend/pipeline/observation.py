@@ -103,8 +103,8 @@ class ObservationMethods(HeldSession):
 
         With several replicas the text says which microbatches no other replica would compute, and why. With
         ``Reduce(algorithm="auto")`` or a sharded optimizer it says how gradients are added, and why. With ``adaptra.Local`` it
-        says how sites exchange, and how often they have. It ends with the last
-        measured REDUCE, see :attr:`reduces`, and the noise scale where it is measured, see :attr:`noise_scales`.
+        says how sites exchange, and how often they have. It ends with the last measured REDUCE, see :attr:`reduces`, and the
+        noise scale where it is measured, see :attr:`noise_scales`.
         """
         alone = "".join(f"{line}\n" for line in self._require().alone)
         measured = "".join(f"last measured REDUCE, {one}\n" for one in self.reduces)
