@@ -106,6 +106,11 @@ class CompiledStages:
         """The difference between the training stages' ops and eager torch's; None if there is none or it was not compared."""
         return None if self.captured is None else self.captured.difference
 
+    @property
+    def owners(self) -> dict[str, int]:
+        """The stage whose copy counts as the model's state, of each trainable parameter that several stages use."""
+        return {one.name: one.owner for one in self.tied}
+
     def copied(self, placement: Sequence[int]) -> frozenset[str]:
         """Return the trainable parameters that stages on several ranks use. Each of these ranks has a copy."""
         return frozenset(one.name for one in self.tied if len({placement[stage] for stage in one.stages}) > 1)

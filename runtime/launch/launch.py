@@ -121,7 +121,11 @@ class Launch:
     @property
     def replicas_here(self) -> list[int]:
         """The replica of each worker run here."""
-        return [self.world.seat(WorkerId(transport.rank)).replica for transport in self.transports]
+        return [*map(self.replica_of, self.transports)]
+
+    def replica_of(self, transport: Transport) -> int:
+        """Return the replica of a worker run here, by its transport or one that wraps it."""
+        return self.world.seat(WorkerId(transport.rank)).replica
 
     @property
     def is_first(self) -> bool:
@@ -177,7 +181,7 @@ class Launch:
         """Return the part of one of these transports, or of one that wraps it, that joins the workers of its pipeline."""
         if self.world.replicas == 1:
             return transport
-        replica = self.world.seat(WorkerId(transport.rank)).replica
+        replica = self.replica_of(transport)
         return PipelineTransport(transport, replica, self.world.pipeline(replica))
 
     @property
@@ -399,11 +403,9 @@ class Job:
                 transport = self._carriers.join(Members(f"{name}/workers", worker, len(world.hosts)), world)
                 if world.epoch:
                     transport.begin(Attempt(world.epoch))
-                if world.sites == 1:
-                    return transport, Replicas(world, worker, name, device, backend), None
-                site = world.site(world.seat(worker).replica)
-                replicas = Replicas(world, worker, f"{name}/site {site}", device, backend)
-                return transport, replicas, Sites(world, worker, name, self.connect)
+                of_site = f"{name}/site {world.site(world.seat(worker).replica)}" if world.sites > 1 else name
+                replicas = Replicas(world, worker, of_site, device, backend)
+                return transport, replicas, Sites(world, worker, name, self.connect) if world.sites > 1 else None
 
         joined = on_threads(join, workers, device)
         transports, replicas, sites = zip(*joined, strict=True)

@@ -31,7 +31,7 @@ _FLAG: Final = (TensorSpec((1,), torch.float32, stays_on_host=True),)
 
 def counted_on(stages: Collection[int], compiled: CompiledStages) -> tuple[str, ...]:
     """Return the trainable parameters that count on a rank with these stages: each of a model's counts on one rank."""
-    owners = {one.name: one.owner for one in compiled.tied}
+    owners = compiled.owners
     return tuple(
         name
         for one in compiled.train

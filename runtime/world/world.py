@@ -187,7 +187,9 @@ class World:
     def peers(self, worker: WorkerId) -> tuple[WorkerId, ...]:
         """Return the workers that average gradients with a worker, by replica: those of its column in its site."""
         replica, place = self.seat(worker)
-        return tuple(one for one in self.column(place) if self.site(self.seat(one).replica) == self.site(replica))
+        size = self.replicas // self.sites
+        first = replica // size * size
+        return self.column(place)[first : first + size]
 
     def site_of(self, process: ProcessId) -> tuple[ProcessId, ...]:
         """Return the processes of the site in which a process is at home, in order."""

@@ -86,7 +86,7 @@ class WorkerFactory:
 
         def start(parts: tuple[Transport, Replicas, Sites | None, Mapping[str, Tensor]]) -> Worker:
             transport, replicas, sites, state = parts
-            replica = launched.world.seat(WorkerId(transport.rank)).replica
+            replica = launched.replica_of(transport)
             folder = _telemetry(self.options, launched, replica).folder
             stages = stages_of(launched.pipeline_of(transport).rank, initial.case.placement)
             faults, number = tuple(faults_of_worker(self.faults, replica, stages)), WorkerId(transport.rank)

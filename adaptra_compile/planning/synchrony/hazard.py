@@ -58,6 +58,11 @@ class Spell:
         """The steps with which it could have ended, as far as is known."""
         return self.steps if self.has_ended else self.steps - 1
 
+    def spans(self) -> Iterator[range]:
+        """Yield these steps by groups of ages, from the first group on."""
+        for group, first in enumerate(takewhile(lambda age: age <= self.chances, _FIRST_AGES)):
+            yield range(first, min(self.chances, _last_age(group)) + 1)
+
 
 _FIRST_AGES: Final = tuple(
     takewhile(lambda age: age < _OLDEST, accumulate(count(), lambda age, _: max(age + 1, int(age * _GROWTH)), initial=1))
@@ -102,10 +107,8 @@ def _by_group(spells: Sequence[Spell], before: Sequence[float] | None) -> list[f
     """Return the hazard of each group of ages, with those before as means of the priors if there are any."""
     ended, seen = ([0] * len(_FIRST_AGES) for _ in range(2))
     for spell in spells:
-        for group, first in enumerate(_FIRST_AGES):
-            if first > spell.chances:
-                break
-            seen[group] += min(spell.chances, _last_age(group)) + 1 - first
+        for group, ages in enumerate(spell.spans()):
+            seen[group] += len(ages)
         if spell.has_ended:
             ended[_group(spell.steps)] += 1
     every = _posterior(sum(ended), sum(seen), _WORTHS[0], 1 / _PRIOR_STEPS)
@@ -175,12 +178,9 @@ class _Column:
 
 def _rows(spell: Spell, by_age: Hazard) -> Iterator[tuple[float, Figures, bool, int]]:
     """Yield for each group of ages the odds by age, the first figures, whether the spell ended, and the steps with which."""
-    for group, first in enumerate(_FIRST_AGES):
-        if first > spell.chances:
-            return
-        last = min(spell.chances, _last_age(group))
-        has_ended = spell.has_ended and last == spell.steps
-        yield _log_odds(by_age(first, ())), spell.figures[first - 1], has_ended, last + 1 - first
+    for ages in spell.spans():
+        has_ended = spell.has_ended and ages[-1] == spell.steps
+        yield _log_odds(by_age(ages[0], ())), spell.figures[ages[0] - 1], has_ended, len(ages)
 
 
 def _fit(odds: list[float], columns: Sequence[Sequence[float]], outcomes: Sequence[tuple[float, float]]) -> list[float]:

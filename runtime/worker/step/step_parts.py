@@ -263,7 +263,7 @@ class StepParts:
         context, local = self._context, self._context.options.local
         if local is None or context.sites is None:
             return None
-        owners = {one.name: one.owner for one in compiled.tied}
+        owners = compiled.owners
         fragments: dict[int, dict[str, Tensor]] = {}
         for stage in stages_of(context.rank, context.placement):
             for name in compiled.train[stage].trainable:
