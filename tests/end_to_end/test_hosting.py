@@ -273,18 +273,17 @@ def refused(rank: int) -> dict[str, tuple[str, str]]:
     for name, given in MISTAKES.items():
         note(name, lambda given=given: compiled(example, batch, **arguments, **given).__enter__())
     args, kwargs = call(batch)
+    # What one rank does wrong in a call may reach another that is still at the end of the call before.
     with compiled(example, batch, replicas=2, **arguments) as pipe:
-        optimizer = adam(pipe.parameters())
-        pipe.step(*args, **kwargs)
-        note("outputs", lambda: pipe.step(*args, outputs=True, **kwargs))
+        note("outputs", lambda: (pipe.step(*args, **kwargs), pipe.step(*args, outputs=True, **kwargs)))
     with compiled(example, batch, replicas=2, **arguments) as pipe:
         optimizer = adam(pipe.parameters())
         pipe.step(*args, **kwargs)
         note("roles", lambda: pipe.settle_roles(optimizer))
         note("split", lambda: pipe.settle_split(optimizer))
-        pipe.step(*args, **kwargs)
         # Rank 2 is the only one at home in replica 1, and sends its batch to the host of its last stage.
-        note("half a batch", lambda: pipe.step(*(args if rank < 2 else args[:1]), **kwargs))
+        half = args if rank < 2 else args[:1]
+        note("half a batch", lambda: (pipe.step(*args, **kwargs), pipe.step(*half, **kwargs)))
     with compiled(example, batch, replicas=2, **arguments) as pipe:
         note("another call", lambda: pipe.step(*args, **kwargs) if rank < 2 else pipe.eval_step(*args, **kwargs))
     return texts
