@@ -35,12 +35,11 @@ from adaptra.errors import StateError
 from adaptra.json_files import Fields
 from adaptra.planning.synchrony.modes import Local
 from adaptra.runtime.control_store.signed_store import under
-from adaptra.runtime.control_store.stores import Connection
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.data_parallel.sites import Sites
 from adaptra.runtime.synchrony.fragment import Fragment, check_saved
 from adaptra.runtime.synchrony.site_ballots import Counts, SiteBallots
-from adaptra.runtime.synchrony.votes import Ballot, Vote, Votes
+from adaptra.runtime.synchrony.votes import Ballot, Quorum, Vote, Votes
 from adaptra.sizes import size_text
 
 
@@ -214,9 +213,10 @@ class LocalSteps:
         for fragment in self._fragments.values():
             fragment.begin()
         if self._local.quorum is not None and self._site is None:
-            voter = Votes(self._store, self._sites.index, self._sites.count, self._local, check) if self._votes_here else None
+            index, count = self._sites.index, self._sites.count
+            voter = Votes(self._store, index, count, Quorum(self._local, count), check) if self._votes_here else None
             store = under(f"site {self._sites.index}", self._store)
-            self._site = SiteBallots(voter, Connection(store), self._local, len(self._counts.trained), check)
+            self._site = SiteBallots(voter, store, self._local, len(self._counts.trained), check)
 
     def state(self) -> dict[str, Any]:
         """Return what this rank needs to go on after a restart: the tensors themselves, by the fragments' stages."""

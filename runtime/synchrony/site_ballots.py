@@ -5,18 +5,16 @@ All of them are told at the begin of each step, so they exchange at the same ste
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
+
+from torch.distributed import Store
 
 from adaptra.planning.synchrony.modes import Local
 from adaptra.runtime.control_store.schema import encode
-from adaptra.runtime.control_store.stores import Connection
+from adaptra.runtime.synchrony.told import Told
 from adaptra.runtime.synchrony.votes import Ballot, Votes
-
-_ASK_SECONDS: Final = 0.001
-"""Between two looks at what the first rank tells."""
 
 
 @dataclass(slots=True)
@@ -67,15 +65,12 @@ class SiteBallots:
         check: Raises the error that has ended this rank's waits, if there is one.
     """
 
-    def __init__(self, voter: Votes | None, store: Connection, local: Local, stages: int, check: Callable[[], None]) -> None:
+    def __init__(self, voter: Votes | None, store: Store, local: Local, stages: int, check: Callable[[], None]) -> None:
         self._voter = voter
-        self._store = store
+        # Within a site no rank is two steps behind another, nor by more than the last exchanges of all stages.
+        self._told = Told(store, stages + 4, check, tells=voter is not None)
         self._interval = max(1, local.every // stages)
         self._stages = stages
-        self._check = check
-        self._told = 0
-        # Within a site no rank is two steps behind another, nor by more than the last exchanges of all stages.
-        self._kept = stages + 4
 
     def stage_of(self, ballot: Ballot) -> int:
         """Return the stage that an exchange is of: they take turns."""
@@ -83,24 +78,28 @@ class SiteBallots:
 
     def at_step(self, counts: Counts) -> Ballot | None:
         """Return who takes part with this site in an exchange at the begin of a step; None if it takes part in none."""
-        ballot = None
-        if self._voter is not None and counts.steps and (counts.since >= self._interval or self._voter.is_open()):
-            ballot = self._vote(self._voter, counts)
+
+        def ballot() -> Ballot | None:
+            voter = self._voter
+            if voter is None or not counts.steps or (counts.since < self._interval and not voter.is_open()):
+                return None
             counts.since = 0
+            return self._vote(voter, counts)
+
         return self._tell(ballot)
 
     def at_the_end(self, counts: Counts) -> Ballot:
         """Return who takes part with this site in the next exchange, for which it waits, as for all others that are left."""
         ballot = None
         while ballot is None:
-            ballot = self._tell(None if self._voter is None else self._vote(self._voter, counts, is_last=True))
+            ballot = self._tell(lambda: None if self._voter is None else self._vote(self._voter, counts, is_last=True))
         return ballot
 
     def close(self) -> None:
         """Tell other sites that this one is gone, and end the connections to the store."""
         if self._voter is not None:
             self._voter.close()
-        self._store.close()
+        self._told.close()
 
     def _vote(self, voter: Votes, counts: Counts, *, is_last: bool = False) -> Ballot | None:
         while voter.is_decided():  # of what this site has missed
@@ -108,17 +107,12 @@ class SiteBallots:
         stage = (voter.next - 1) % self._stages
         return voter.vote(counts.trained[stage], counts.updates[stage], is_last=is_last)
 
-    def _tell(self, ballot: Ballot | None) -> Ballot | None:
+    def _tell(self, ballot: Callable[[], Ballot | None]) -> Ballot | None:
         """Tell the other ranks of the site what its first rank knows, and return that on all of them."""
-        self._told += 1
-        key = f"told/{self._told}"
-        if self._voter is not None:
-            self._store.set(key, encode({} if ballot is None else ballot.to_json()))
-            if self._told > self._kept:
-                self._store.delete_key(f"told/{self._told - self._kept}")
-            return ballot
-        while not self._store.check([key]):
-            self._check()
-            time.sleep(_ASK_SECONDS)
-        payload = self._store.get(key)
-        return None if payload == b"{}" else Ballot.decode(payload)
+
+        def text() -> str:
+            told = ballot()
+            return encode({} if told is None else told.to_json())
+
+        told = self._told.next(text)
+        return None if told == b"{}" else Ballot.decode(told)

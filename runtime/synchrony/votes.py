@@ -1,17 +1,16 @@
-"""The vote on who takes part in an exchange, where a quorum suffices: one voter for each site, in the store of the job.
+"""The vote on who takes part in an exchange, where not all need to: one voter for each site, in the store of the job.
 
-Exchanges are numbered. A voter writes its vote for the next one. Once all have, or a quorum has and the grace is over, any
-voter writes the ballot of that number. The first one to do so decides, so all read the same ballots. Who is in none has missed
-that exchange. A quorum is more than half of the sites, so of any two ballots one site is in both.
+Exchanges are numbered. A voter writes its vote for the next one. Once a rule says that these are enough, any voter writes the
+ballot of that number. The first one to do so decides, so all read the same ballots. Who is in none has missed that exchange.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from torch.distributed import DistError, Store
 
@@ -35,6 +34,7 @@ class Vote:
         updates: The number of exchanges of that stage whose update it has.
         is_last: Whether it goes on only once all sites have taken part, none of them in the midst of its steps.
         is_gone: Whether it takes part in no more.
+        seconds: The seconds of its step, where updates depend on these.
     """
 
     site: int
@@ -43,6 +43,7 @@ class Vote:
     updates: int = 0
     is_last: bool = False
     is_gone: bool = False
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +86,53 @@ class Ballot:
 
 def _vote_of(fields: Fields) -> Vote:
     counts = fields.whole("site"), fields.whole("number"), fields.number("weight"), fields.whole("updates")
-    vote = Vote(*counts, fields.flag("is_last"), fields.flag("is_gone"))
+    vote = Vote(*counts, fields.flag("is_last"), fields.flag("is_gone"), fields.number("seconds"))
     fields.end()
     return vote
+
+
+class Rule(Protocol):
+    """Says which votes are enough."""
+
+    def can_decide(self, own: Vote, others: Sequence[Vote]) -> bool:
+        """Return whether enough sites are left for any exchange; ``others`` are the last votes of those that are."""
+        ...
+
+    def members(self, own: Vote, others: Sequence[Vote]) -> Sequence[Vote]:
+        """Return the votes of those that take part; none as long as these aren't enough. It is asked again and again."""
+        ...
+
+
+class Quorum:
+    """A number of sites suffices, once others have been waited for. It is more than half of them.
+
+    So of any two ballots one site is in both.
+
+    Args:
+        local: The quorum and the grace.
+        sites: The number of sites.
+    """
+
+    def __init__(self, local: Local, sites: int) -> None:
+        self._quorum = local.quorum or sites
+        self._grace = local.grace
+        self._enough: tuple[int, float] | None = None  # the number of an exchange, and since when
+
+    def can_decide(self, own: Vote, others: Sequence[Vote]) -> bool:
+        """As of :class:`Rule`. The last exchange of all takes place with whoever is left."""
+        return len(others) + 1 >= (1 if own.is_last else self._quorum)
+
+    def members(self, own: Vote, others: Sequence[Vote]) -> Sequence[Vote]:
+        """As of :class:`Rule`."""
+        present = [vote for vote in others if vote.number == own.number]
+        now = time.monotonic()
+        if len(present) + 1 >= self._quorum and not own.is_last:
+            if self._enough is None or self._enough[0] != own.number:
+                self._enough = own.number, now
+        else:
+            self._enough = None
+        is_over = self._enough is not None and now >= self._enough[1] + self._grace
+        return [own, *present] if is_over or len(present) == len(others) else ()
 
 
 class Votes:
@@ -97,20 +142,19 @@ class Votes:
         store: The keys of the vote, shared with the other sites.
         site: This site.
         sites: The number of sites.
-        local: The quorum and the grace.
+        rule: Says which votes are enough.
         check: Raises the error that has ended this rank's waits, if there is one.
 
     Attributes:
         next: The number of the next exchange, as far as this voter knows.
     """
 
-    def __init__(self, store: Store, site: int, sites: int, local: Local, check: Callable[[], None]) -> None:
+    def __init__(self, store: Store, site: int, sites: int, rule: Rule, check: Callable[[], None]) -> None:
         self.next = 1
         self._store = Connection(store)
         self._site = site
         self._others = [other for other in range(sites) if other != site]
-        self._quorum = local.quorum or sites
-        self._grace = local.grace
+        self._rule = rule
         self._check = check
         self._forgotten = 1
         self._cast(Vote(site))
@@ -123,39 +167,43 @@ class Votes:
 
     def is_decided(self) -> bool:
         """Return whether the next exchange is decided, without this site, which has not voted for it."""
-        return self._store.check([self._key])
+        return self._store.check([f"ballot/{self.next}"])
 
-    def vote(self, weight: float, updates: int, *, is_last: bool = False) -> Ballot | None:
+    def vote(self, weight: float, updates: int, *, is_last: bool = False, seconds: float = 0.0) -> Ballot | None:
         """Vote for the next exchange, and wait until it is decided who is in it.
 
         Args:
             weight: What this site has trained on since it last took part in one of the same stage.
             updates: The number of exchanges of that stage whose update it has.
             is_last: Whether to wait for all sites that are not gone, as for the last exchange.
+            seconds: Those of its step.
 
         Returns:
             Who takes part; None where this site has missed it, or too few sites are left for any.
         """
-        own = Vote(self._site, self.next, weight, updates, is_last)
+        own = Vote(self._site, self.next, weight, updates, is_last, seconds=seconds)
         self._cast(own)
-        enough: float | None = None
         while (ballot := self._decided()) is None:
             others = [vote for vote in self._found() if not vote.is_gone]
-            present = [vote for vote in others if vote.number == self.next]
-            if len(others) + 1 < (1 if is_last else self._quorum):
+            if not self._rule.can_decide(own, others):
                 return None
-            now = time.monotonic()
-            if enough is None and len(present) + 1 >= self._quorum and not is_last:
-                enough = now
-            if len(present) == len(others) or (enough is not None and now >= enough + self._grace):
-                votes = tuple(sorted([own, *present], key=lambda vote: vote.site))
-                self._store.compare_set(self._key, "", encode(Ballot(self.next, votes).to_json()))
-                self._forget(min((vote.number for vote in others), default=self.next))
+            members = self._rule.members(own, others)
+            if members:
+                self.decide(Ballot(self.next, tuple(sorted(members, key=lambda vote: vote.site))))
+                self._forget(min((vote.number for vote in others), default=self.next) - 1)
                 continue
             self._check()
             time.sleep(_ASK_SECONDS)
         self.next += 1
         return ballot if self._site in ballot.sites else None
+
+    def decide(self, ballot: Ballot) -> None:
+        """Write a ballot, unless another voter has decided before."""
+        self._store.compare_set(f"ballot/{ballot.number}", "", encode(ballot.to_json()))
+
+    def ballot(self, number: int) -> Ballot:
+        """Return a ballot that is decided. This site has voted for no later one but the next."""
+        return Ballot.decode(self._store.get(f"ballot/{number}"))
 
     def close(self) -> None:
         """Tell the others that this site is gone, and end the connection to the store."""
@@ -163,12 +211,8 @@ class Votes:
             self._cast(Vote(self._site, is_gone=True))
         self._store.close()
 
-    @property
-    def _key(self) -> str:
-        return f"ballot/{self.next}"
-
     def _decided(self) -> Ballot | None:
-        return Ballot.decode(self._store.get(self._key)) if self.is_decided() else None
+        return self.ballot(self.next) if self.is_decided() else None
 
     def _cast(self, vote: Vote) -> None:
         self._store.set(f"vote/{vote.site}", encode(asdict(vote)))
@@ -178,7 +222,7 @@ class Votes:
         return [_vote_of(decode(payload, "vote of a site")) for payload in self._store.multi_get(keys)]
 
     def _forget(self, until: int) -> None:
-        """Remove ballots that all sites have read, as they have voted for later ones."""
+        """Remove ballots that no site reads any more, as all have voted for later ones."""
         for number in range(self._forgotten, until):
             self._store.delete_key(f"ballot/{number}")
         self._forgotten = max(self._forgotten, until)

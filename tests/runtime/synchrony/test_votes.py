@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from adaptra.errors import ControlError, PeerLostError
 from adaptra.planning.synchrony.modes import Local
-from adaptra.runtime.synchrony.votes import Ballot, Votes
+from adaptra.runtime.synchrony.votes import Ballot, Quorum, Votes
 
 SITES, QUORUM, STEPS = 5, 3, 12
 
@@ -26,7 +26,8 @@ def sites_that_train(store: dist.Store, seed: int) -> list[list[Ballot]]:
 
     def run(site: int) -> None:
         drawn = random.Random(f"{seed}/{site}")
-        votes = Votes(store, site, SITES, Local(2, quorum=QUORUM, grace=drawn.choice((0.0, 0.01))), no_error)
+        local = Local(2, quorum=QUORUM, grace=drawn.choice((0.0, 0.01)))
+        votes = Votes(store, site, SITES, Quorum(local, SITES), no_error)
         since = updates = weight = 0
         for _ in range(STEPS):
             time.sleep(drawn.choice((0.0, 0.002, 0.03)))
@@ -73,7 +74,7 @@ def test_all_sites_find_the_same_exchanges_and_no_step_is_lost(seed: int) -> Non
 def test_a_site_goes_on_alone_where_too_few_are_left() -> None:
     store = dist.HashStore()
     local = Local(1, quorum=2, grace=0.0)
-    one, other = (Votes(store, site, 2, local, no_error) for site in range(2))
+    one, other = (Votes(store, site, 2, Quorum(local, 2), no_error) for site in range(2))
     other.close()
     assert not one.is_open()
     assert one.vote(1.0, 0) is None
@@ -88,7 +89,7 @@ def test_a_lost_rank_ends_the_wait_for_a_quorum() -> None:
         raise lost
 
     store = dist.HashStore()
-    one, _ = (Votes(store, site, 2, Local(1, quorum=2), check) for site in range(2))
+    one, _ = (Votes(store, site, 2, Quorum(Local(1, quorum=2), 2), check) for site in range(2))
     with pytest.raises(PeerLostError) as caught:
         one.vote(1.0, 0)
     assert caught.value is lost
@@ -96,7 +97,7 @@ def test_a_lost_rank_ends_the_wait_for_a_quorum() -> None:
 
 def test_a_record_that_no_site_has_written_is_refused() -> None:
     store = dist.HashStore()
-    one, _ = (Votes(store, site, 2, Local(1, quorum=2), no_error) for site in range(2))
+    one, _ = (Votes(store, site, 2, Quorum(Local(1, quorum=2), 2), no_error) for site in range(2))
     store.set("ballot/1", '{"number": 0, "votes": []}')
     with pytest.raises(ControlError, match="exchange between sites"):
         one.vote(1.0, 0)
