@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from adaptra.frontend.api import Pipeline, compile
     from adaptra.frontend.checkpoint_state import TrainingState
-    from adaptra.planning.synchrony.modes import Local, Outer
+    from adaptra.planning.synchrony.modes import Local, Outer, XOrder
     from adaptra.program import Kind, Op, Program
     from adaptra.program.schedules import GENERATORS, generate
     from adaptra.runtime.injection.emulation import EmulatedDevice
@@ -41,6 +41,7 @@ __all__ = [
     "Reduce",
     "Telemetry",
     "TrainingState",
+    "XOrder",
     "compile",
     "generate",
     "load_case",
@@ -57,6 +58,7 @@ _HOMES: Final = {
     "Op": "adaptra.program",
     "Options": "adaptra.runtime.options",
     "Outer": "adaptra.planning.synchrony.modes",
+    "XOrder": "adaptra.planning.synchrony.modes",
     "Pipeline": "adaptra.frontend.api",
     "Program": "adaptra.program",
     "Reduce": "adaptra.runtime.options.reduce_options",

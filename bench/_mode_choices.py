@@ -167,7 +167,7 @@ def _star_modes(case: SynchronyCase, staleness: int) -> dict[str, Mode]:
         choice = star_choice(rule, times, case.phi, case.batch)
         sizes, cost = star_groups(times, case.phi, case.batch, case.seconds / 6)
         grouped = len(sizes) > 1 and cost < choice.of_all(choice.first)
-        mode = XOrder(groups=True) if grouped else XOrder(x=choice.first)
+        mode = XOrder(groups="auto") if grouped else XOrder(x=choice.first)
         picked[f"STAR, {rule.value}"] = _limited(mode, staleness)
     return picked
 

@@ -78,7 +78,7 @@ class Times:
         rates: The learning rates of the curves' lanes.
         curves: By contender, one curve for each seed.
         drawn: The times of steps, for each seed.
-        checked: The oldest gradient, and how many steps were computed anew.
+        oldest: The age of the oldest gradient.
         updates: How many updates were checked.
     """
 
@@ -86,7 +86,7 @@ class Times:
     rates: tuple[float, ...]
     drawn: list[StepTimes]
     curves: dict[Contender, list[Curve]] = field(default_factory=dict[Contender, list[Curve]])
-    checked: tuple[int, int] = (0, 0)
+    oldest: int = 0
     updates: int = 0
 
     def at(self, one: Contender, rate: float) -> list[float]:
@@ -154,8 +154,7 @@ class Runs:
             for seed in range(self.seeds):
                 curve, ledger = self.train(setting, one, seed, found.drawn[seed], rates)
                 found.curves[one].append(curve)
-                oldest, anew = found.checked
-                found.checked = max(oldest, ledger.most_age), anew + ledger.anew
+                found.oldest = max(found.oldest, ledger.most_age)
                 found.updates += ledger.updates
                 self.progress.advance(shown)
             if len(rates) == 1:

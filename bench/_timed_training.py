@@ -123,7 +123,7 @@ class Ledger:
         self._limit = limit
         self._taken = [0] * replicas
         self._began = [0] * replicas
-        self.updates = self.microbatches = self.anew = self.most_age = 0
+        self.updates = self.microbatches = self.most_age = 0
 
     @property
     def oldest(self) -> int:
@@ -136,8 +136,6 @@ class Ledger:
         Raises:
             ValueError: Something of it is not as it must be.
         """
-        for one in update.anew:
-            self._began[one], self.anew = self.updates, self.anew + 1
         for one, microbatches, age in update.parts:
             if microbatches.start != self._taken[one] or not microbatches:
                 raise ValueError(

@@ -1,7 +1,7 @@
-"""Jobs of sites of which a quorum suffices, each run again by its log: bits that differ, and steps that are lost or doubled.
+"""Jobs of sites that update by themselves, each run again by its log: bits that differ, and steps that are lost or doubled.
 
 In each job every site makes its own number of steps, and each step takes a random time. So the clock decides who takes part in
-which exchange. What a site has trained on has to be in exchanges once, whichever these are.
+which exchange, or whose gradients are in which update. What a site has trained on has to be in them once, whichever these are.
 """
 
 from __future__ import annotations
@@ -19,20 +19,29 @@ from _table import Row, parser, print_rows
 
 import adaptra
 
-SITES, QUORUM, ROWS, STEPS = 4, 3, 4, 12
-"""Sites, those that suffice, rows of a step, and the fewest steps of a site."""
+SITES, ROWS, STEPS = 4, 4, 12
+"""Sites, rows of a step, and the fewest steps of a site."""
+
+MODES: dict[str, Any] = {
+    "local": adaptra.Local(2, quorum=3, grace=0.005),
+    "x-order": adaptra.XOrder(3),
+    "asynchronous": adaptra.XOrder(1, staleness=4),
+    "groups": adaptra.XOrder(groups="auto", staleness=4),
+}
+"""Those in which the clock decides."""
 
 
-def train(log: list[Any] | None, seed: int, stages: int) -> tuple[list[int], list[Any], int]:
+def train(mode: str, log: list[Any] | None, seed: int, stages: int) -> tuple[list[int], list[Any], int]:
     """Checksums of this rank's parameters after each step and in the end, its log, and its steps."""
     problem = small_problem(stages, 2, rows=ROWS // 2)
-    options = adaptra.Options(adapt=False, synchrony=adaptra.Local(2, quorum=QUORUM, grace=0.005))
+    options = adaptra.Options(adapt=False, synchrony=MODES[mode])
     checksums: list[int] = []
     with adaptra.compile(**problem, options=options) as pipe:
         if log is not None:
             pipe.replay(log)
         drawn = random.Random(f"{seed}/{pipe.replica}")
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9)
+        pipe.attach(optimizer)
 
         def add() -> None:
             checksums.append(zlib.crc32(b"".join(one.detach().numpy().tobytes() for one in pipe.parameters())))
@@ -51,15 +60,25 @@ def train(log: list[Any] | None, seed: int, stages: int) -> tuple[list[int], lis
         return checksums, [*pipe.exchange_log], steps
 
 
-def measure(rank: int, seeds: list[int], stages: int) -> dict[str, int]:
-    """Over all jobs and sites: exchanges, those without some site, steps that differ, rows lost or doubled, unlike sites."""
-    counted: dict[str, int] = dict.fromkeys(("exchanges", "missed", "differ", "lost", "unlike"), 0)
+def measure(rank: int, mode: str, seeds: list[int], stages: int) -> dict[str, int]:
+    """Over all jobs and sites: exchanges, those without some site, steps that differ, rows lost or doubled, unlike sites.
+
+    Of updates in x-order also the age of the oldest gradient.
+    """
+    counted: dict[str, int] = dict.fromkeys(("exchanges", "missed", "differ", "lost", "unlike", "oldest"), 0)
     for seed in seeds:
-        checksums, log, steps = train(None, seed, stages)
-        again, _, _ = train(log, seed, stages)
+        checksums, log, steps = train(mode, None, seed, stages)
+        again, _, _ = train(mode, log, seed, stages)
         weights = [0.0] * stages
         for one in log:
-            weights[one["stage"]] += sum(vote["weight"] for vote in one["votes"] if vote["site"] == rank // stages)
+            own_weight = sum(vote["weight"] for vote in one["votes"] if vote["site"] == rank // stages)
+            if "stage" in one:
+                weights[one["stage"]] += own_weight
+            else:  # an update is of all stages
+                weights = [each + own_weight for each in weights]
+                if not one["votes"][0]["is_last"]:
+                    ages = [one["number"] - 1 - vote["updates"] for vote in one["votes"]]
+                    counted["oldest"] = max(counted["oldest"], *ages)
         own = {
             "differ": sum(one != other for one, other in zip(checksums, again, strict=True)),
             "lost": int(sum(abs(one - ROWS * steps) for one in weights)),
@@ -79,10 +98,11 @@ def measure(rank: int, seeds: list[int], stages: int) -> dict[str, int]:
 def main() -> int:
     """Start the ranks and print the table."""
     arguments = parser(__doc__)
+    arguments.add_argument("--mode", choices=MODES, default="local")
     arguments.add_argument("--logs", type=int, default=20, help="jobs, each with a log of its own")
     arguments.add_argument("--stages", type=int, default=1, help="of each site")
     given = arguments.parse_args()
-    found = run_on_ranks(measure, SITES * given.stages, list(range(given.logs)), given.stages)
+    found = run_on_ranks(measure, SITES * given.stages, given.mode, list(range(given.logs)), given.stages)
     print(file=sys.stderr)
     rows = [
         Row("checksums that differ in the run by its log", found["differ"], 0, "steps", given.logs),
@@ -90,13 +110,18 @@ def main() -> int:
         Row("jobs whose sites differ after exchange()", found["unlike"], 0, "jobs", given.logs),
         Row("exchanges that not all sites were in, of all", found["missed"], found["exchanges"], "exchanges", given.logs),
     ]
+    limit = getattr(MODES[given.mode], "staleness", None)
+    if limit is not None:
+        rows.append(
+            Row("age of the oldest gradient that the first rank has seen", found["oldest"], limit, "updates", given.logs)
+        )
     print_rows(
-        f"{SITES} sites of {given.stages}, {QUORUM} suffice, {STEPS} steps or more",
+        f"{given.mode}: {SITES} sites of {given.stages}, {STEPS} steps or more",
         rows,
         baseline="bar, or all",
         as_json=given.json,
     )
-    return int(any(found[name] for name in ("differ", "lost", "unlike")))
+    return int(any(found[name] for name in ("differ", "lost", "unlike")) or (limit is not None and found["oldest"] > limit))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def star_modes(x: int, given: Namespace, *, groups: bool) -> list[Contender]:
     limit = given.staleness
     modes = [("static", XOrder(x=x, staleness=limit)), ("asynchronous", XOrder(x=1, staleness=limit))]
     if groups:
-        modes.insert(1, ("dynamic", XOrder(groups=True, staleness=limit)))
+        modes.insert(1, ("dynamic", XOrder(groups="auto", staleness=limit)))
     return [
         Contender(f"STAR {name}{f' x={mode.x}' if name == 'static' else ''}, {divide}", mode, divide == "all")
         for name, mode in modes
@@ -105,10 +105,7 @@ def mode_rows(
     if beats:
         star = min((name for name in found if name.startswith("STAR")), key=lambda name: found[name])
         yield Row(f"{setting.name}: exact ÷ {star}, each at its best rate", found["exact"] / found[star], 1.10, "", runs.seeds)
-    oldest, anew = times.checked
-    yield Row(
-        f"{setting.name}: oldest gradient; {anew} steps anew, {times.updates} updates checked", oldest, None, "updates", 1
-    )
+    yield Row(f"{setting.name}: oldest gradient; {times.updates} updates checked", times.oldest, None, "updates", 1)
 
 
 def main() -> int:

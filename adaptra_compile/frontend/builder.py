@@ -41,7 +41,7 @@ from adaptra.graph.inner_compiler import EAGER, prepare
 from adaptra.graph.modes import as_for_training
 from adaptra.graph.ops.autocast import refuse_autocast
 from adaptra.graph.ops.weighted_loss import WeightedLoss
-from adaptra.planning.synchrony.modes import Local
+from adaptra.planning.synchrony.modes import Apart, Local
 from adaptra.program.placement import is_straight, stages_of
 from adaptra.progress import Progress, log_progress, shown_progress
 from adaptra.runtime.devices.determinism import set_deterministic
@@ -81,7 +81,7 @@ def build(request: CompileArguments, args: tuple[Any, ...], targets: Any, kwargs
         device=devices[0],
         placement=request.placed,
         delegate=DelegateSetup(options.uses_delegate, options.addresses),
-        wanted=Wanted(request.roles or request.replicas, request.survival, options.local),
+        wanted=Wanted(request.roles or request.replicas, request.survival, options.apart),
     )
     with ExitStack() as opened:
         opened.callback(launched.give_up)
@@ -139,26 +139,27 @@ def _check_compiled(request: CompileArguments, planned: PlannedPipeline, launche
         OptionError: A parameter has a hook, or memory in common with another, where copies would become different. Or sites
             can't update the model by themselves.
     """
-    model, local = request.whole_model, request.options.local
+    model, apart = request.whole_model, request.options.apart
     _refuse_hooked_copies(model, planned.compiled.copied(request.placed))
-    if local is not None:
-        _check_local(local, model, planned, launched, request.options.timeout)
+    if apart is not None and launched.world.sites > 1:
+        _check_apart(apart, model, planned, launched, request.options.timeout)
     refuse_shared_memory(model, planned.compiled, request.placed, launched, is_empty=is_empty)
 
 
-def _check_local(local: Local, model: nn.Module, planned: PlannedPipeline, launched: Launch, timeout: float) -> None:
-    """Refuse local steps whose copies of the model are too large. All ranks refuse them alike.
+def _check_apart(apart: Apart, model: nn.Module, planned: PlannedPipeline, launched: Launch, timeout: float) -> None:
+    """Refuse a mode whose copies of the model are too large. All ranks refuse it alike.
 
     Raises:
         OptionError: It does not fit the memory of a host.
     """
     compiled, placement = planned.compiled, planned.initial.case.placement
     # The outer optimizer keeps two copies of what is trained, in float32 or better. An exchange needs a third one. The
-    # replicas of a site share them.
+    # replicas of a site share them. In x-order parameters and an optimizer's two copies are received, and then unpacked.
+    copies = 3 if isinstance(apart, Local) else 6
     widened = max(4 // min((one.element_size() for one in model.parameters()), default=4), 1)
     here = sum(compiled.train[stage].parameter_bytes for rank in launched.ranks for stage in stages_of(rank, placement))
     world = launched.world
-    require_host_memory(launched, 3 * widened * here * world.sites // world.replicas, f"synchrony={local}", timeout)
+    require_host_memory(launched, copies * widened * here * world.sites // world.replicas, f"synchrony={apart}", timeout)
 
 
 def _prepare_all(planned: PlannedPipeline, stages: Sequence[int], inner: str, progress: Progress) -> None:

@@ -59,7 +59,7 @@ class TrainingState:
         session = self._pipe.session
         if session.launched.world.sites > 1:
             raise StateError(
-                "training state: sites differ under Options(synchrony=adaptra.Local(...)): expected that each rank saves "
+                "training state: sites differ under Options(synchrony=...): expected that each rank saves "
                 "pipe.state_dict(), optimizer.state_dict() and pipe.outer_state_dict() in a file of its own"
             )
         named = NamedState.of(self._optimizer, self._names())

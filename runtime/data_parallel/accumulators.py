@@ -91,20 +91,21 @@ class Accumulators:
         for name in names:
             self._sums.pop(name, None)
 
-    def fill(self, hooked: Collection[str] = ()) -> None:
+    def fill(self, hooked: Collection[str] = (), *, replaces: bool = False) -> None:
         """Fill ``grad`` with the sums, and keep none.
 
         A ``grad`` that exists stays the same tensor. Autograd fills the ``grad`` of parameters with hooks, after the others.
 
         Args:
             hooked: Their names.
+            replaces: Whether ``grad`` is what the step has made, whatever it was before.
         """
         with torch.no_grad():
             for name in [name for name in self.parameters if name in self._sums and name not in hooked]:
                 parameter, total = self.parameters[name], self._sums.pop(name)
                 if parameter.grad is None:
                     parameter.grad = total
-                elif name in self._earlier:
+                elif replaces or name in self._earlier:
                     parameter.grad.copy_(total)
                 else:
                     parameter.grad.add_(total)

@@ -11,7 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from adaptra.collectives.seconds import slowest
 from adaptra.errors import ControlError, PeerLostError, TransportError
 from adaptra.runtime.data_parallel.collectives.carriers import TransportPosts
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
+from adaptra.runtime.data_parallel.collectives.some_ranks import SomeRanks
 from adaptra.runtime.devices.read_later import ReadLater, moved_to
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.transports.link_probe import BULK_BYTES, ROUND_TRIPS, measure_links
@@ -38,6 +39,8 @@ from adaptra.runtime.transports.process_groups import (
 )
 from adaptra.runtime.world.world import ProcessId, WorkerId, World
 from adaptra.simulation.links import Link
+
+T = TypeVar("T")
 
 MEASURED_ROUNDS: Final = 3
 """The number of other replicas to which each one measures its link. So many replicas start no later than few."""
@@ -282,6 +285,36 @@ class Replicas:
             for work in works:
                 work.wait()
         return copies
+
+    def combine_among(
+        self,
+        members: Sequence[int],
+        tensors: Sequence[Tensor],
+        *,
+        mean: bool,
+        algorithm: Algorithm,
+        limit: int | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        """Replace tensors of the host by their mean over some replicas, this one included, or by their sum.
+
+        Args:
+            members: These replicas, which alone call it, in the order of the sum.
+            tensors: Of the same shapes and dtypes on all of them, dense.
+            mean: Whether to divide by their number.
+            algorithm, limit, dtype: As of :meth:`add_by`.
+
+        Raises:
+            PeerLostError: As :meth:`combine_gradients`.
+        """
+        with self._naming_the_lost():
+            some, names = SomeRanks(self._group, members), [self.ranks[one] for one in members]
+            GroupSum(some, algorithm=algorithm, limit=limit, dtype=dtype, ranks=names).combine(tensors, mean=mean)
+
+    def aside(self, run: Callable[[dist.ProcessGroup], T]) -> T:
+        """Call a function with the group that no step uses; raises as :meth:`combine_gradients`."""
+        with self._naming_the_lost():
+            return run(self._aside)
 
     def broadcast(self, packed: Tensor, *, aside: bool) -> PendingBroadcast:
         """Begin to replace ``packed`` by the first replica's, which has the same dtype and size. Does not wait.

@@ -74,7 +74,11 @@ class Handover:
 
 
 def gather_state(
-    state: Mapping[str, Tensor], optimizer: torch.optim.Optimizer, owners: Mapping[str, int] | None = None
+    state: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+    owners: Mapping[str, int] | None = None,
+    *,
+    gradients: bool = True,
 ) -> Handover:
     """Return the state that a rank has to hand over.
 
@@ -82,6 +86,7 @@ def gather_state(
         state: Its stage's parameters and buffers by name.
         optimizer: Steps the parameters, of a sharded one those that this rank owns.
         owners: The replica that owns each parameter of a sharded one, by name.
+        gradients: Whether to hand over gradients, too.
 
     Raises:
         StateError: The optimizer state of a parameter has an entry that is neither a tensor nor a number; names both.
@@ -90,7 +95,7 @@ def gather_state(
     groups = {id(one): index for index, group in enumerate(optimizer.param_groups) for one in group["params"]}
     for name, value in state.items():
         handover.tensors[name, VALUE] = value.detach()
-        if value.grad is not None:
+        if gradients and value.grad is not None:
             handover.tensors[name, GRADIENT] = value.grad
         if id(value) in groups:
             handover.groups[name] = groups[id(value)]

@@ -18,7 +18,7 @@ from torch.distributed import DistError
 
 from adaptra.checks import nearest_multiple
 from adaptra.errors import LaunchError, OptionError, PeerLostError
-from adaptra.planning.synchrony.modes import Local, check_mode
+from adaptra.planning.synchrony.modes import Apart, Local, XOrder, check_mode
 from adaptra.program.roles import Roles
 from adaptra.runtime.control_store.secret import VARIABLE, fingerprint, given_secret
 from adaptra.runtime.control_store.signed_store import signed, under
@@ -71,12 +71,12 @@ class Wanted(NamedTuple):
         roles: The replica and stage of each rank of the job. Or the number of replicas: with fewer ranks than workers, ranks
             host several. None for as many replicas as consecutive ranks make.
         survives: How far the job goes on after the loss of processes.
-        local: How sites exchange that update by themselves; None where all replicas are one site.
+        apart: How sites update by themselves; None where all replicas are one site.
     """
 
     roles: Roles | int | None = None
     survives: Survival = Survival.NOT
-    local: Local | None = None
+    apart: Apart | None = None
 
 
 NO_WISH: Final = Wanted()
@@ -539,7 +539,7 @@ def launch(
             has other arguments or has not come; names it.
         PeerLostError: A rank failed or died while the ranks connected; names it.
     """
-    roles, survives, local = wanted
+    roles, survives, apart = wanted
     goes_on = survives is not Survival.NOT
     between = "delegate" if goes_on or (device.type == "cuda" and not delegate.is_beside) else "c10d"
     name = transport or (between if is_launched() else "local")
@@ -579,8 +579,8 @@ def launch(
     if rank == 0:
         sweep()
     world = replace(_world(size, ranks, roles, name), needs_homes=survives is not Survival.WITHOUT_HOMES)
-    if local is not None:
-        world = _of_sites(world, local)
+    if apart is not None:
+        world = _of_sites(world, apart)
     if goes_on and rank == 0 and rank_0_has(job_store()):
         logger.warning(
             "Options(survive=True): rank 0 has the job's store, so its loss ends the job: start the processes by adaptra run, "
@@ -612,24 +612,26 @@ def _in_threads(size: int, device: torch.device, wanted: Wanted) -> Launch:
             f"replicas={wanted.roles}: expected 1 without a launcher; start {size} to {wanted.roles * size} processes"
         )
     world = World.of_threads(size)
-    if wanted.local is not None:
-        check_mode(wanted.local, world.replicas)
+    if wanted.apart is not None:
+        check_mode(wanted.apart, world.replicas)
     return OneProcess(ProcessMembership(), device).enter(world)
 
 
-def _of_sites(world: World, local: Local) -> World:
+def _of_sites(world: World, mode: Apart) -> World:
     """Return a world whose replicas make up the sites of a mode.
 
     Raises:
         OptionError: They can't; says why.
     """
-    check_mode(local, world.replicas)
+    check_mode(mode, world.replicas)
+    if isinstance(mode, XOrder) and mode.x == world.replicas:
+        return world  # all of them are exact
     if world.has_guests:
         raise OptionError(
-            f"{local!r} with {len(world.processes)} ranks for {len(world.hosts)} workers: expected a rank for each worker, as "
+            f"{mode!r} with {len(world.processes)} ranks for {len(world.hosts)} workers: expected a rank for each worker, as "
             "the workers of a rank have the same parameters, and those of sites differ"
         )
-    return replace(world, sites=local.sites or world.replicas)
+    return replace(world, sites=(mode.sites if isinstance(mode, Local) else None) or world.replicas)
 
 
 def _world(size: int, ranks: int, roles: Roles | int | None, transport: str) -> World:

@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 from adaptra.checks import is_whole, require_flag, require_word
 from adaptra.errors import OptionError
-from adaptra.planning.synchrony.modes import Local
+from adaptra.planning.synchrony.modes import Apart, Local, XOrder
 from adaptra.runtime.options.rank_agreement import agreed, per_rank
 from adaptra.runtime.options.reduce_options import Reduce
 
@@ -39,7 +39,8 @@ class StageOptions:
         shapes: The number of shapes of batches that are kept compiled, beside the first one. The least recently used one goes
             first, and is compiled again when a batch has it. None keeps as many as take about a GiB, but 16 to 128.
         synchrony: What an update waits for: ``"exact"``, the gradients of all microbatches. Or :class:`adaptra.Local`, for
-            slow links between sites: what a model learns is then another. See ``docs/design/synchrony.md``.
+            slow links between sites, or :class:`adaptra.XOrder`, for the gradients of some replicas: what a model learns is
+            then another. See ``docs/design/synchrony.md``.
 
     Raises:
         OptionError: An option is invalid; names it, the given value and the expected one.
@@ -54,7 +55,7 @@ class StageOptions:
     reduce: Reduce = field(default_factory=Reduce, metadata=agreed())
     deterministic: bool = field(default=False, metadata=agreed())
     shapes: int | None = field(default=None, metadata=agreed())
-    synchrony: Literal["exact"] | Local = field(default=EXACT, metadata=agreed(repr))
+    synchrony: Literal["exact"] | Local | XOrder = field(default=EXACT, metadata=agreed(repr))
 
     def __post_init__(self) -> None:
         seed: Any = self.seed
@@ -70,10 +71,15 @@ class StageOptions:
         if not isinstance(reduce, Reduce):
             raise OptionError(f"reduce={reduce!r}: expected adaptra.Reduce(...)")
         synchrony: Any = self.synchrony
-        if synchrony != EXACT and not isinstance(synchrony, Local):
-            raise OptionError(f"synchrony={synchrony!r}: expected {EXACT!r}, or adaptra.Local(...)")
+        if synchrony != EXACT and not isinstance(synchrony, Local | XOrder):
+            raise OptionError(f"synchrony={synchrony!r}: expected {EXACT!r}, adaptra.Local(...) or adaptra.XOrder(...)")
+
+    @property
+    def apart(self) -> Apart | None:
+        """How sites update by themselves; None where every update has all gradients."""
+        return self.synchrony if isinstance(self.synchrony, Local | XOrder) else None
 
     @property
     def local(self) -> Local | None:
-        """How sites exchange that update by themselves; None where every update has all gradients."""
+        """How sites exchange that take local steps; None in other modes."""
         return self.synchrony if isinstance(self.synchrony, Local) else None

@@ -86,7 +86,7 @@ class Ballot:
 
 def _vote_of(fields: Fields) -> Vote:
     counts = fields.whole("site"), fields.whole("number"), fields.number("weight"), fields.whole("updates")
-    vote = Vote(*counts, fields.flag("is_last"), fields.flag("is_gone"), fields.number("seconds"))
+    vote = Vote(*counts, fields.flag("is_last"), fields.flag("is_gone"), fields.number("seconds", 0.0))
     fields.end()
     return vote
 
@@ -196,6 +196,10 @@ class Votes:
             time.sleep(_ASK_SECONDS)
         self.next += 1
         return ballot if self._site in ballot.sites else None
+
+    def have(self, update: int) -> None:
+        """Tell that this site has an update, and votes for no other one yet."""
+        self._cast(Vote(self._site, update, updates=update))
 
     def decide(self, ballot: Ballot) -> None:
         """Write a ballot, unless another voter has decided before."""

@@ -208,6 +208,7 @@ def _event(event: ControlEvent, rank: tuple[str, str]) -> Iterator[Sample]:
             | EventKind.DETOURED
             | EventKind.LATE
             | EventKind.EXCHANGED
+            | EventKind.UPDATED
             | EventKind.ROLES
             | EventKind.SPLIT
             | EventKind.COMPILED

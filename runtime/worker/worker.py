@@ -60,6 +60,7 @@ from adaptra.runtime.worker.step.receive_pool import by_worker
 from adaptra.runtime.worker.step.shapes import FIRST, StepShape
 from adaptra.runtime.worker.step.step_parts import Batch, StepParts
 from adaptra.runtime.worker.step.two_pass import PendingBackward, TwoPassStep
+from adaptra.runtime.worker.step.x_order import XOrderSteps
 from adaptra.runtime.world.world import ProcessId, WorkerId
 from adaptra.simulation.timeline import Timeline
 from adaptra.weakly import weakly
@@ -194,10 +195,12 @@ class Worker:
 
     def _exchange(self, *, all_now: bool = False) -> None:
         """Exchange with other sites what is due at the begin of a step, or all that there is."""
-        local = self._parts.local
+        local, order = self._parts.local, self._parts.order
         if local is not None:
             for one in local.exchange_all() if all_now else local.begin():
                 self.controller.recorder.emit_now(EventKind.EXCHANGED, str(one))
+        elif order is not None and all_now:
+            self.controller.recorder.emit_now(EventKind.UPDATED, str(order.exchange_all()))
 
     def exchange(self) -> None:
         """Exchange with all other sites what this one has learnt, between two steps; all ranks of the job call it."""
@@ -206,14 +209,29 @@ class Worker:
 
     @property
     def local(self) -> LocalSteps | None:
-        """The exchanges with other sites; None where all replicas are one site."""
+        """The exchanges with other sites that take local steps; None in other modes."""
         return self._parts.local
+
+    @property
+    def apart(self) -> LocalSteps | XOrderSteps | None:
+        """What sites do that update by themselves; None where all replicas are one site."""
+        return self._parts.local or self._parts.order
+
+    @property
+    def updates(self) -> int:
+        """The number of the last update of the parameters."""
+        return self.numbers.next_step if self._parts.order is None else self._parts.order.updates
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the state of this optimizer go to replicas that have missed updates, where there are any."""
+        if self._parts.order is not None:
+            self._parts.order.attach(optimizer)
 
     def align_copies(self) -> None:
         """Replace copies of values by the first holder's; all ranks call it."""
         self.values.align_copies()
-        if self._parts.local is not None:
-            self._parts.local.restart(self.check)
+        if self.apart is not None:
+            self.apart.restart(self.check)
 
     def at_certificate(self) -> None:
         """Fail if this worker is to fail between a step that has run and its :meth:`commit`."""
@@ -232,6 +250,8 @@ class Worker:
         self.kept.commit()
         with self._reporting_errors():
             self._parts.end.commit(step.certificate)
+            if self._parts.order is not None:
+                self.controller.recorder.emit_now(EventKind.UPDATED, str(self._parts.order.last))
             self.numbers.next_step += 1
             self.numbers.collectives = self._collectives()
             self._tell_choice()

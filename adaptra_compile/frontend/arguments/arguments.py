@@ -107,15 +107,15 @@ class CompileArguments:
             raise OptionError(
                 "survive=True with lossy_bf16='slow', where each replica plans which messages round: expected True or False"
             )
-        if options.local is not None:
-            self._check_local()
+        if options.apart is not None:
+            self._check_apart()
         self._check_edges()
         check_inner(options.inner)
         weights: Any = self.weights
         if weights is not None and not isinstance(weights, str | Path):
             raise OptionError(f"weights={weights!r}: expected the path of a file or folder, or None")
 
-    def _check_local(self) -> None:
+    def _check_apart(self) -> None:
         schedule: Any = self.options.schedule
         reasons = {
             "survive=True": (self.options.survive, "a job without it, as a lost site takes along what it has learnt"),
@@ -127,7 +127,7 @@ class CompileArguments:
         }
         for what, (holds, expected) in reasons.items():
             if holds:
-                raise OptionError(f"synchrony={self.options.local} with {what}: expected {expected}")
+                raise OptionError(f"synchrony={self.options.apart} with {what}: expected {expected}")
 
     def _check_model(self) -> None:
         model: Any = self.model

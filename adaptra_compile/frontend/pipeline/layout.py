@@ -51,6 +51,8 @@ class LayoutMethods(StateMethods):
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Let this optimizer's state move with the parameters, so that changes of roles and cuts need not be given it.
 
+        Under ``Options(synchrony=adaptra.XOrder(...))`` it is needed before the first step, as late replicas take its state.
+
         Every rank attaches its own, with the same groups. Another call replaces it. You still call ``optimizer.step()``.
 
         Args:
@@ -58,8 +60,11 @@ class LayoutMethods(StateMethods):
 
         Raises:
             StateError: The optimizer has parameters that are not this pipeline's.
+            PipelineError: In x-order another one has made updates.
         """
         self.require_own(optimizer)
+        for worker in self._require().workers:
+            worker.attach(optimizer)
         self._optimizer = optimizer
 
     def settle_roles(self, optimizer: torch.optim.Optimizer | None = None, *, horizon: int = 1000) -> RoleChange | None:

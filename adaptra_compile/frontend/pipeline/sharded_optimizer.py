@@ -75,9 +75,7 @@ class Sharding:
         if world.replicas == 1:
             return kind(list(groups), **settings)
         if world.sites > 1:
-            raise OptionError(
-                "shard: sites update by themselves under Options(synchrony=adaptra.Local(...)): expected a job of one site"
-            )
+            raise OptionError("shard: sites update by themselves under Options(synchrony=...): expected a job of one site")
         if self._session.launched.job.keeper is not None:
             raise OptionError(
                 "shard: Options(survive=True): expected a job without it, as a lost rank takes its part of the optimizer's "

@@ -16,6 +16,7 @@ from adaptra.frontend.pipeline.held_session import HeldSession
 from adaptra.frontend.pipeline.sharded_optimizer import Group, Kind, Sharding, check_kind, groups_of, parameters_in
 from adaptra.frontend.saved.fitting_model import FittingModel
 from adaptra.runtime.synchrony.local_steps import LocalSteps
+from adaptra.runtime.worker.step.x_order import XOrderSteps
 
 
 class StateMethods(HeldSession):
@@ -216,16 +217,27 @@ class StateMethods(HeldSession):
     def exchange(self) -> None:
         """Exchange now what sites have learnt, of all stages: all have the same parameters then.
 
-        For jobs with ``Options(synchrony=adaptra.Local(...))``, between two steps: before an evaluation, or at the end of the
-        training. All ranks of the job call it.
+        For jobs with ``Options(synchrony=adaptra.Local(...))`` or ``adaptra.XOrder(...)``, between two steps: before an
+        evaluation, or at the end of the training. All ranks of the job call it. In x-order replicas wait until all are there,
+        and take what they lack, with the optimizer's state.
 
         Raises:
             OptionError: All replicas are one site, which are equal anyway.
             StateError: A log is replayed that has no such exchange here.
+            PipelineError: In x-order no optimizer is attached, or it has not made the last update.
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.
         """
-        self._exchanges("exchange").check_exchange()
+        self._apart("exchange").check_exchange()
         self._require().local.on_every_rank(lambda worker: worker.exchange(), "exchange")
+
+    @property
+    def updates(self) -> int:
+        """The number of the last update of the parameters, the same on all replicas that have it.
+
+        It is that of steps, but under ``Options(synchrony=adaptra.XOrder(...))``. A learning rate that follows a schedule
+        follows this number there, as a late replica has made fewer steps.
+        """
+        return self._require().workers[0].updates
 
     def outer_state_dict(self) -> dict[str, Any]:
         """Return what a site has beside its :meth:`state_dict` under ``Options(synchrony=adaptra.Local(...))``.
@@ -236,7 +248,7 @@ class StateMethods(HeldSession):
         Raises:
             OptionError: All replicas are one site.
         """
-        return self._exchanges("outer_state_dict").state()
+        return self._local_steps("outer_state_dict").state()
 
     def load_outer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from this rank's :meth:`outer_state_dict`, after :meth:`load_state_dict`, which makes sites equal.
@@ -245,18 +257,20 @@ class StateMethods(HeldSession):
             OptionError: All replicas are one site.
             StateError: It is of other stages or parameters. Nothing changes then.
         """
-        self._exchanges("load_outer_state_dict").load(state)
+        self._local_steps("load_outer_state_dict").load(state)
 
     @property
     def exchange_log(self) -> list[dict[str, Any]]:
         """This rank's exchanges so far, as JSON values: after how many steps, of which stage, and each site's weight.
 
-        With ``adaptra.Local(quorum=...)`` the clock decides who takes part. Then :meth:`replay` needs it.
+        With ``adaptra.Local(quorum=...)`` the clock decides who takes part. Then :meth:`replay` needs it. With
+        ``adaptra.XOrder(...)`` these are this replica's updates: who is in each, and with the parameters of which update. Also
+        from whom this replica has taken the state before it.
 
         Raises:
             OptionError: All replicas are one site.
         """
-        return self._exchanges("exchange_log").log
+        return self._apart("exchange_log").log
 
     def replay(self, log: Sequence[Any]) -> None:
         """Exchange as a run did, from the next step on: with the same batches that gives its bits.
@@ -267,13 +281,22 @@ class StateMethods(HeldSession):
             OptionError: All replicas are one site.
             StateError: It is no such log. Nothing changes then.
         """
-        self._exchanges("replay").replay(log)
+        self._apart("replay").replay(log)
 
-    def _exchanges(self, call: str) -> LocalSteps:
-        local = self._require().workers[0].local
-        if local is None:
-            raise OptionError(f"{call}: all replicas are one site: expected Options(synchrony=adaptra.Local(...))")
-        return local
+    def _apart(self, call: str) -> LocalSteps | XOrderSteps:
+        apart = self._require().workers[0].apart
+        if apart is None:
+            raise OptionError(f"{call}: all replicas are one site: expected Options(synchrony=adaptra.Local(...)), or XOrder")
+        return apart
+
+    def _local_steps(self, call: str) -> LocalSteps:
+        apart = self._apart(call)
+        if not isinstance(apart, LocalSteps):
+            raise OptionError(
+                f"{call}: replicas in x-order have no outer optimizer: expected pipe.exchange(), pipe.state_dict() and "
+                "optimizer.state_dict(), which are all that there is"
+            )
+        return apart
 
     def take(self, fitting: FittingModel) -> None:
         """Load a state that fits, for adaptra's own modules."""

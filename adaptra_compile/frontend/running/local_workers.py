@@ -18,6 +18,7 @@ from adaptra.frontend.planned.worker_factory import Recorders, close_all
 from adaptra.graph import CompiledStages
 from adaptra.graph.capture.collectives import refuse_context_parallel
 from adaptra.graph.ops.autocast import refuse_autocast
+from adaptra.planning.synchrony.modes import Local
 from adaptra.runtime.control.calls import Calls
 from adaptra.runtime.launch.launch import Job, Launch
 from adaptra.runtime.reconfigure.consent import Consent, check_consents
@@ -85,9 +86,9 @@ class LocalWorkers:
         self.recorders = recorders
         self._failure = None
         if self.calls is not None:
-            # Where a quorum suffices, one site may have made more calls than another.
-            local, world = planned.factory.options.local, launched.world
-            by_site = local is not None and local.quorum is not None
+            # Where some sites suffice, one may have made more calls than another.
+            apart, world = planned.factory.options.apart, launched.world
+            by_site = world.sites > 1 and not (isinstance(apart, Local) and apart.quorum is None)
             self.calls.begin(world.site_of(launched.process) if by_site else world.processes, lambda: launched.attempt)
             for worker in self.workers if launched.job.keeper is None else ():  # a call that breaks is done again at once
                 worker.explain = self.calls.explain

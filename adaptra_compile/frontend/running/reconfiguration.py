@@ -339,7 +339,7 @@ class Reconfiguration:
         """
         if self._local.launched.world.sites > 1:
             raise OptionError(
-                f"{call}: sites update by themselves under Options(synchrony=adaptra.Local(...)), and what they have learnt "
+                f"{call}: sites update by themselves under Options(synchrony=...), and what they have learnt "
                 "since their last exchange does not move: expected the model, roles and cut points of the first step"
             )
         return self._local.agreed(what, call, ready, self._spec.options.timeout)

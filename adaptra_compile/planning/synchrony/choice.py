@@ -56,7 +56,6 @@ class ModePrice:
             "samples": self.pace.samples,
             "age": self.pace.age,
             "most_age": self.pace.most_age,
-            "anew": self.pace.anew,
             "updates": self.updates,
             "updates_of_exact": None if self.updates is None else self.updates / exact.updates,
             "time_of_exact": None if self.time is None else self.time / exact.time,

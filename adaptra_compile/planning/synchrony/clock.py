@@ -53,13 +53,11 @@ class TimedUpdate:
         moment: Seconds from the start until the replicas in it have its parameters.
         parts: What each replica has in it.
         exchanged: Whether replicas exchange in it. Without, each replica changes its own parameters.
-        anew: The replicas whose gradients were too old, since the update before: one for each step that is computed anew.
     """
 
     moment: float
     parts: tuple[ReplicaPart, ...]
     exchanged: bool = True
-    anew: tuple[int, ...] = ()
 
     @property
     def microbatches(self) -> int:
@@ -80,13 +78,11 @@ class Pace:
         seconds: The mean time from one update to the next.
         updates: How many updates have so many samples and gradients of this mean age.
         most_age: The largest age of a gradient, in updates.
-        anew: The share of steps whose gradients were too old and were computed anew.
     """
 
     seconds: float
     updates: Mapping[tuple[float, float], int]
     most_age: int = 0
-    anew: float = 0.0
 
     @property
     def samples(self) -> float:
@@ -120,7 +116,7 @@ def updates_of(mode: Mode, case: SynchronyCase, times: StepTimes) -> Iterator[Ti
         case Synchronous(stealing=stealing):
             return _together(stolen if stealing else _by_shares, case, times)
         case XOrder(x=None, groups=groups, staleness=limit):
-            return _reported(groups_by_speed(case.factors) if isinstance(groups, bool) else groups, 1, limit, case, times)
+            return _reported(groups if isinstance(groups, tuple) else groups_by_speed(case.factors), 1, limit, case, times)
         case XOrder(x=x, staleness=limit):
             return _reported(tuple((one,) for one in range(case.replicas)), x or case.replicas, limit, case, times)
         case Deadline(quorum=quorum):
@@ -131,14 +127,13 @@ def updates_of(mode: Mode, case: SynchronyCase, times: StepTimes) -> Iterator[Ti
 
 def pace_of(mode: Mode, case: SynchronyCase, times: StepTimes) -> Pace:
     """Return how a mode goes on when steps take these times: each time is in some update."""
-    moment, updates, most, anew, steps = 0.0, Counter[tuple[float, float]](), 0, 0, 0
+    moment, updates, most = 0.0, Counter[tuple[float, float]](), 0
     samples = case.batch / case.microbatches
     for update in _until_used(mode, case, times):
         moment = update.moment
         updates[update.microbatches * samples, update.age] += 1
         most = max(most, *(part.age for part in update.parts))
-        anew, steps = anew + len(update.anew), steps + len(update.anew) + len(update.parts)
-    return Pace(moment / sum(updates.values()), updates, most, anew / steps)
+    return Pace(moment / sum(updates.values()), updates, most)
 
 
 def _until_used(mode: Mode, case: SynchronyCase, times: StepTimes) -> Iterator[TimedUpdate]:
@@ -153,7 +148,6 @@ def _until_used(mode: Mode, case: SynchronyCase, times: StepTimes) -> Iterator[T
         if update.moment > used:
             return
         yield update
-        steps.update(update.anew)
         steps.update(part.replica for part in update.parts)
         if max(steps.values()) >= len(times):
             used = update.moment
@@ -289,10 +283,10 @@ def _between_exchanges(every: int, case: SynchronyCase, times: StepTimes) -> Ite
 def _reported(groups: Groups, x: int, limit: int | None, case: SynchronyCase, times: StepTimes) -> Iterator[TimedUpdate]:
     """Yield updates with what x groups report, whichever are first. A group reports once all of its replicas are done.
 
-    A report that is too old isn't in any: the group computes the same microbatches anew.
+    An update waits for groups whose gradients would be too old in the next one.
     """
     steps, reports = [0] * len(groups), [0] * len(groups)
-    began, waiting, anew, now = [0] * len(groups), list[int](), list[int](), 0.0
+    began, waiting, now = [0] * len(groups), list[int](), 0.0
 
     def end(group: int, begin: float) -> tuple[float, int]:
         row = times[steps[group] % len(times)]
@@ -302,22 +296,16 @@ def _reported(groups: Groups, x: int, limit: int | None, case: SynchronyCase, ti
     ends = [end(group, 0.0) for group in range(len(groups))]
     heapq.heapify(ends)
     for number in count():
-        while len(waiting) < x:
+        while len(waiting) < x or (limit is not None and any(number - began[group] >= limit for _, group in ends)):
             now, group = heapq.heappop(ends)
-            if limit is not None and number - began[group] > limit:
-                anew += groups[group]
-                began[group] = number
-                heapq.heappush(ends, end(group, now))
-            else:
-                waiting.append(group)
+            waiting.append(group)
         parts = (
             ReplicaPart(replica, _of_step(reports[group], case), number - began[group])
             for group in waiting
             for replica in groups[group]
         )
-        yield TimedUpdate(now + case.exchange, tuple(parts), anew=tuple(anew))
+        yield TimedUpdate(now + case.exchange, tuple(parts))
         for group in waiting:
             began[group], reports[group] = number + 1, reports[group] + 1
             heapq.heappush(ends, end(group, now + case.exchange))
         waiting.clear()
-        anew.clear()

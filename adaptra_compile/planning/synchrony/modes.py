@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, cast
 
-from adaptra.checks import is_finite, is_whole, require_flag
+from adaptra.checks import is_finite, is_whole, require_flag, require_word
 from adaptra.errors import OptionError
 from adaptra.known_keywords import known_keywords
 
@@ -29,22 +29,53 @@ class Synchronous:
         return "stealing" if self.stealing else "exact"
 
 
-@dataclass(frozen=True, slots=True)
+@known_keywords
+@dataclass(frozen=True)
 class XOrder:
-    """An update happens when x replicas have reported. Gradients of the others are older when they are in an update.
+    """An update happens when x replicas have reported. Gradients of the others are older when they are in an update (STAR).
+
+    A replica that has reported waits for its update, whose parameters it goes on with. What a model learns is another than in
+    ``"exact"``, and the clock decides what is in an update: see ``pipe.exchange_log`` and ``pipe.replay``.
 
     Attributes:
-        x: The number of replicas whose gradients an update has; 1 is asynchronous, and all of them is exact. None with groups.
-        groups: The replicas of each group, which reports as a whole; or True for groups by speed.
-        staleness: The most updates by which a gradient may be old; an older one is computed anew. None is no limit.
+        x: The number of replicas whose gradients an update has at least; 1 is asynchronous, and all of them is exact. None with
+            groups.
+        groups: The replicas of each group, which reports as a whole; or ``"auto"`` for groups by the time of a step.
+        staleness: The most updates by which a gradient may be old. Updates wait for replicas whose gradients would be older in
+            the next one. None is no limit.
+        divide: ``"present"`` for the mean over the replicas in an update. ``"all"`` divides by the number of all replicas, as
+            STAR's program does: then an update has a smaller learning rate, the fewer replicas it has.
+
+    Raises:
+        OptionError: A value is out of range; names it.
     """
 
     x: int | None = None
-    groups: Groups | bool = False
+    _: KW_ONLY
+    groups: Groups | Literal["auto"] | None = None
     staleness: int | None = None
+    divide: Literal["present", "all"] = "present"
+
+    def __post_init__(self) -> None:
+        counts: tuple[tuple[str, object, int], ...] = (("x", self.x, 1), ("staleness", self.staleness, 0))
+        for name, value, least in counts:
+            if not (value is None or (is_whole(value) and value >= least)):
+                raise OptionError(f"XOrder: {name}={value!r}: expected a whole number of at least {least}, or None")
+        if (self.x is None) == (self.groups is None):
+            raise OptionError(f"XOrder: x={self.x}, groups={self.groups!r}: expected one of them")
+        groups: Any = self.groups
+        if not (groups is None or groups == "auto" or _are_groups(groups)):
+            raise OptionError(f"XOrder: groups={groups!r}: expected 'auto', or the replicas of each group, as ((0, 1), (2, 3))")
+        require_word("XOrder: divide", self.divide, ("present", "all"))
 
     def __str__(self) -> str:
-        return "groups" if self.groups else "asynchronous" if self.x == 1 else f"x-order={self.x}"
+        return "groups" if self.groups is not None else "asynchronous" if self.x == 1 else f"x-order={self.x}"
+
+
+def _are_groups(groups: Any) -> bool:
+    return isinstance(groups, tuple) and all(
+        isinstance(group, tuple) and group and all(map(is_whole, group)) for group in cast("tuple[Any, ...]", groups)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +169,13 @@ class Local:
 
 
 Mode = Synchronous | XOrder | Deadline | Local
+Apart = XOrder | Local
+"""In these modes sites update by themselves."""
 
 _WORDS: Final[Mapping[str, Mode]] = {
     "exact": Synchronous(),
     "stealing": Synchronous(stealing=True),
-    "groups": XOrder(groups=True),
+    "groups": XOrder(groups="auto"),
     "asynchronous": XOrder(x=1),
 }
 _NUMBERED: Final[Mapping[str, Callable[[str], Mode]]] = {
@@ -199,16 +232,10 @@ def _check_sites(mode: Local, replicas: int) -> None:
 
 
 def _check_order(mode: XOrder, replicas: int) -> None:
-    if mode.x is None and not mode.groups:
-        raise OptionError("XOrder(): expected x or groups")
-    if mode.x is not None and mode.groups:
-        raise OptionError(f"XOrder(x={mode.x}, groups={mode.groups}): expected x or groups, not both")
-    if mode.x is not None and not 1 <= mode.x <= replicas:
+    if mode.x is not None and mode.x > replicas:
         raise OptionError(f"mode {mode}: expected 1 to {replicas} replicas in an update")
-    if not isinstance(mode.groups, bool) and sorted(one for group in mode.groups for one in group) != [*range(replicas)]:
+    if isinstance(mode.groups, tuple) and sorted(one for group in mode.groups for one in group) != [*range(replicas)]:
         raise OptionError(f"groups {mode.groups}: expected each replica of 0..{replicas - 1} in one group")
-    if mode.staleness is not None and mode.staleness < 0:
-        raise OptionError(f"staleness={mode.staleness}: expected a whole number of at least 0, or None")
 
 
 def kind_of(mode: Mode) -> str:

@@ -51,6 +51,8 @@ class EventKind(Enum):
     """After ``step`` this rank's site has exchanged with others what they had learnt. ``text`` says of which stage, who took
     part and by what weight, and how long it took.
     """
+    UPDATED = "updated"
+    """This rank's replica is in an update in x-order. ``text`` says which, who is in it, and how old their gradients are."""
     COORDINATES = "coordinates"
     """This rank coordinates from now on, in place of another."""
     RESIGNED = "resigned"

@@ -24,6 +24,7 @@ from adaptra.runtime.data_parallel.collectives.carriers import (
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
 from adaptra.runtime.data_parallel.collectives.moves import Moves
 from adaptra.runtime.data_parallel.collectives.owned_chunks import OwnedChunks, real
+from adaptra.runtime.data_parallel.collectives.some_ranks import SomeRanks
 from adaptra.runtime.data_parallel.collectives.sum_names import SumName, digest_of_tensors, name_of, rounds_between
 from adaptra.runtime.data_parallel.collectives.terms import Terms
 from adaptra.runtime.devices.events import recorded
@@ -39,7 +40,7 @@ class GroupSum:
     pinned memory; the calling thread waits for what it sends.
 
     Args:
-        group: Its ranks in the order of the sum.
+        group: Its ranks in the order of the sum. Some ranks of a group can only :meth:`combine` tensors of hosts.
         algorithm: The rounds; all give the same bits.
         limit: The most bytes of a bucket, or None for :func:`.buckets.bucket_bytes`.
         dtype: The least precise dtype of additions, or None for that of the tensors.
@@ -52,7 +53,7 @@ class GroupSum:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | SomeRanks,
         *,
         algorithm: Algorithm = direct,
         limit: int | None = None,
@@ -69,7 +70,7 @@ class GroupSum:
         self._names = range(self._replicas) if ranks is None else ranks
         self.tag = 0
         self._memory = SpareMemory()
-        self._through_host = is_gloo(group)
+        self._through_host = isinstance(group, SomeRanks) or is_gloo(group)
         self._waits = Waits()
         self._unchecked: list[tuple[torch.cuda.Event, list[dist.Work]]] = []
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.planning.synchrony.modes import XOrder
 from adaptra.program import Program
 from adaptra.program.placement import stages_of
 from adaptra.runtime.control_store.signed_store import under
@@ -33,6 +34,7 @@ from adaptra.runtime.worker.step.replica_losses import ReplicaLosses
 from adaptra.runtime.worker.step.shapes import RankShape, StepShape
 from adaptra.runtime.worker.step.stage_factory import StageFactory, message_bytes
 from adaptra.runtime.worker.step.step_end import AllAtOnce, Certificate, Contribution, StepEnd
+from adaptra.runtime.worker.step.x_order import XOrderSteps
 
 Batch = Sequence[Sequence[Tensor]]
 """The tensors of a step, per microbatch."""
@@ -56,7 +58,8 @@ class StepParts:
         buffers: Keeps the buffers of replicas equal.
         kept: Copies of other replicas' buffers in a job that survives their loss.
         shards: Who owns which parameters; None if every replica steps all.
-        local: The exchanges between sites that update by themselves; None where all replicas are one site.
+        local: The exchanges between sites that take local steps; None in other modes.
+        order: The updates in x-order; None in other modes.
         first: What of this rank depends on the shape of the compilation.
     """
 
@@ -75,7 +78,8 @@ class StepParts:
         self._context = context
         self._losses = ReplicaLosses(context.replicas, reduction, microbatches)
         self._probes = Probes(rank, placement, transport, context.monitor, message_bytes(compiled))
-        self.end: Final[StepEnd] = AllAtOnce(
+        self.order: Final = self._x_order(compiled, trainable, reduction)
+        self.end: Final[StepEnd] = self.order or AllAtOnce(
             trainable,
             compiled.copied(placement),
             {one.name for one in shared}.intersection(trainable),
@@ -271,6 +275,14 @@ class StepParts:
         store = under("synchrony", context.job.store)
         votes = context.rank == 0 and context.replicas.index == 0
         return LocalSteps(local, fragments, len(compiled.train), context.replicas, context.sites, store, votes=votes)
+
+    def _x_order(self, compiled: CompiledStages, trainable: Mapping[str, Tensor], reduction: Reduction) -> XOrderSteps | None:
+        context, order = self._context, self._context.options.synchrony
+        if not isinstance(order, XOrder) or context.sites is None:
+            return None
+        copied, store = compiled.copied(context.placement), under("synchrony", context.job.store)
+        reduce = context.options.reduce
+        return XOrderSteps(order, trainable, copied, reduction, reduce, context.sites, store, context.rank)
 
     def _begin_stages(
         self, stages: Mapping[int, ForwardStage], outputs: Mapping[int, StepOutputs], loss_scale: float, steps_before: int

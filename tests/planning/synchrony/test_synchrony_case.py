@@ -13,7 +13,7 @@ from adaptra.errors import CaseError, OptionError
 from adaptra.planning.synchrony.case import FIELDS, SynchronyCase, parse_case
 from adaptra.planning.synchrony.modes import KINDS, Deadline, Local, Mode, Synchronous, XOrder, check_mode, kind_of, parse_mode
 
-MODES: list[Mode] = [Synchronous(), Synchronous(True), XOrder(7), XOrder(1), XOrder(groups=True), Deadline(0.9), Local(32)]
+MODES: list[Mode] = [Synchronous(), Synchronous(True), XOrder(7), XOrder(1), XOrder(groups="auto"), Deadline(0.9), Local(32)]
 
 
 @pytest.mark.parametrize("mode", MODES, ids=str)
@@ -84,11 +84,8 @@ def test_an_unknown_field_is_named_with_those_there_are() -> None:
 @pytest.mark.parametrize(
     ("mode", "message"),
     [
-        (XOrder(), "XOrder(): expected x or groups"),
         (XOrder(x=9), "mode x-order=9: expected 1 to 8 replicas in an update"),
         (XOrder(groups=((0, 1), (1,))), "groups ((0, 1), (1,)): expected each replica of 0..7 in one group"),
-        (XOrder(x=2, staleness=-1), "staleness=-1: expected a whole number of at least 0, or None"),
-        (XOrder(x=2, groups=True), "XOrder(x=2, groups=True): expected x or groups, not both"),
     ],
 )
 def test_modes_that_so_many_replicas_cannot_train_in_are_refused(mode: Mode, message: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 from processes import run_processes
 from test_refused_sites import PLAIN
 from training import call, compiled
@@ -17,9 +18,9 @@ pytestmark = pytest.mark.processes
 LOST, STEP = 1, 4
 
 
-def train(_rank: int, local: adaptra.Local) -> tuple[str, float]:
+def train(_rank: int, mode: adaptra.Local | adaptra.XOrder) -> tuple[str, float]:
     """The error's text, and the seconds from this rank's step in which another one died."""
-    options = adaptra.Options(synchrony=local, faults=[f"kill {LOST}.0 @{STEP}"])
+    options = adaptra.Options(synchrony=mode, faults=[f"kill {LOST}.0 @{STEP}"])
     batch = PLAIN.rows(4, 0)
     args, kwargs = call(batch)
     began = 0.0
@@ -27,18 +28,29 @@ def train(_rank: int, local: adaptra.Local) -> tuple[str, float]:
         pytest.raises(PeerLostError) as caught,
         compiled(PLAIN, batch, stages=1, microbatches=2, options=options) as pipe,
     ):
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        pipe.attach(optimizer)
         for step in range(STEP + 5):
             if step == STEP:
                 began = time.monotonic()
             pipe.step(*args, **kwargs)
+            optimizer.step()
             time.sleep(0.05)  # the others are not far ahead of the one that dies
         pipe.exchange()
     return str(caught.value), time.monotonic() - began
 
 
-@pytest.mark.parametrize("quorum", [None, 3, 2])
-def test_the_others_learn_which_rank_is_lost(quorum: int | None) -> None:
-    for found in run_processes(train, 3, adaptra.Local(STEP + 1, quorum=quorum), may_die=(LOST,)):
+MODES = (
+    adaptra.Local(STEP + 1),
+    adaptra.Local(STEP + 1, quorum=3),
+    adaptra.Local(STEP + 1, quorum=2),
+    adaptra.XOrder(2, staleness=2),
+)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=repr)
+def test_the_others_learn_which_rank_is_lost(mode: adaptra.Local | adaptra.XOrder) -> None:
+    for found in run_processes(train, 3, mode, may_die=(LOST,)):
         if found is not None:
             text, seconds = found
             assert f"rank {LOST}" in text

@@ -43,7 +43,7 @@ def wrong(*given: Any) -> tuple[Any, ...]:
 
 
 REFUSED: list[tuple[str, Callable[[], object]]] = [
-    ("synchrony=…: expected 'exact', or adaptra.Local(...)", lambda: adaptra.Options(synchrony="local")),  # type: ignore[arg-type]
+    ("synchrony=…: expected 'exact', adaptra.Local(...) or adaptra.XOrder(...)", lambda: adaptra.Options(synchrony="local")),  # type: ignore[arg-type]
     *(
         ("Local: every=…: expected a whole number of at least 1", lambda every=every: adaptra.Local(every))
         for every in wrong(0, 1.5, None, True)
@@ -61,6 +61,27 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
     *(
         ("Outer: momentum=…: expected a number of at least 0, and below 1", lambda one=one: adaptra.Outer(momentum=one))
         for one in wrong(-0.1, 1, float("nan"))
+    ),
+    *(
+        ("XOrder: …=…: expected a whole number of at least …, or None", lambda given=given: adaptra.XOrder(**given))
+        for given in wrong({"x": 0}, {"x": 1.5}, {"x": "2"}, {"x": 2, "staleness": -1})
+    ),
+    *(
+        ("XOrder: x=…, groups=…: expected one of them", lambda given=given: adaptra.XOrder(**given))
+        for given in wrong({}, {"x": 2, "groups": "auto"}, {"staleness": 3})
+    ),
+    *(
+        (
+            "XOrder: groups=…: expected 'auto', or the replicas of each group, as ((0, 1), (2, 3))",
+            lambda groups=groups: adaptra.XOrder(groups=groups),
+        )
+        for groups in wrong("speed", True, [(0, 1)], (0, 1), ((0, "1"),), ((),))
+    ),
+    ("XOrder: divide=…: expected 'present' or 'all'", lambda: adaptra.XOrder(2, divide="some")),  # type: ignore[arg-type]
+    ("mode x-order=…: expected 1 to … replicas in an update", of_compile(synchrony=adaptra.XOrder(3))),
+    (
+        "groups …: expected each replica of 0..… in one group",
+        lambda: check_mode(adaptra.XOrder(groups=((0, 1), (1,))), 3),
     ),
     (
         "Outer: nesterov=True, momentum=0: expected momentum above 0, or nesterov=False",
@@ -159,20 +180,20 @@ def refused_hosts(_rank: int) -> tuple[str, str]:
 @pytest.mark.processes
 def test_a_job_refuses_what_sites_can_not_have() -> None:
     rows = {
-        "shard": "shard: sites update by themselves under Options(synchrony=adaptra.Local(...)): expected a job of one site",
+        "shard": "shard: sites update by themselves under Options(synchrony=...): expected a job of one site",
         "training state": (
-            "training state: sites differ under Options(synchrony=adaptra.Local(...)): expected that each rank saves "
+            "training state: sites differ under Options(synchrony=...): expected that each rank saves "
             "pipe.state_dict(), optimizer.state_dict() and pipe.outer_state_dict() in a file of its own"
         ),
         "outer state": "outer state: …: expected that of this rank's pipe.outer_state_dict(), of stages …",
         "shape": "outer state: … of …: of shape …: expected …",
         "roles": (
-            "…: sites update by themselves under Options(synchrony=adaptra.Local(...)), and what they have learnt since their "
+            "…: sites update by themselves under Options(synchrony=...), and what they have learnt since their "
             "last exchange does not move: expected the model, roles and cut points of the first step"
         ),
         "replay": "exchange() after … steps: the log that is replayed has none there",
-        "exchange": "…: all replicas are one site: expected Options(synchrony=adaptra.Local(...))",
-        "replay of none": "…: all replicas are one site: expected Options(synchrony=adaptra.Local(...))",
+        "exchange": "…: all replicas are one site: expected Options(synchrony=adaptra.Local(...)), or XOrder",
+        "replay of none": "…: all replicas are one site: expected Options(synchrony=adaptra.Local(...)), or XOrder",
         "memory": ("synchrony=local=…: it needs … of memory on the host of rank …, where … are free: expected that it fits"),
     }
     for found in run_processes(refused_by_a_job, 2):

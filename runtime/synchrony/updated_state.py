@@ -1,0 +1,160 @@
+"""The state of a rank beside its optimizer: which update it is after, and whether the user's loop has made the last one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+from torch.utils.hooks import RemovableHandle
+
+from adaptra.errors import PipelineError
+from adaptra.runtime.control_store.signed_store import under
+from adaptra.runtime.control_store.stores import Connection
+from adaptra.runtime.data_parallel.sites import Sites
+from adaptra.runtime.exchange.state_transfer import Handover
+from adaptra.runtime.synchrony.kept_state import KeptState
+from adaptra.runtime.synchrony.update_reports import Update
+
+
+class UpdatedState:
+    """One rank's parameters and their optimizer, which makes each update once. The thread that runs the steps uses it.
+
+    Args:
+        parameters: The trainable parameters of this rank's stages by name.
+        sites: The ranks with the same stages in other replicas.
+        store: Keys of these ranks alone.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], sites: Sites, store: Store) -> None:
+        self._parameters = parameters
+        self._sites = sites
+        self._store = store
+        self._settings = Connection(store)
+        self._check: Callable[[], None] | None = None
+        self._rounds = 0
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._handles: list[RemovableHandle] = []
+        self._kept: KeptState | None = None
+        self._due: Update | None = None
+        self._has_begun = False
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Follow the steps of an optimizer, in place of the one before.
+
+        Raises:
+            PipelineError: Another one has made updates.
+        """
+        if optimizer is self._optimizer:
+            return
+        if self._has_begun:
+            raise PipelineError(
+                "attach: another optimizer has made updates, and replicas are at different ones: expected one optimizer for "
+                "all, or pipe.load_state_dict() on all ranks before"
+            )
+        self._remove_hooks()
+        self._optimizer = optimizer
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+        self._begin()
+
+    def restart(self, check: Callable[[], None]) -> None:
+        """Begin again at update 1."""
+        self._rounds += 1
+        self._check, self._due, self._has_begun = check, None, False
+        self._begin()
+
+    def require_step(self, call: str) -> None:
+        """Refuse a call before the optimizer has made the last update.
+
+        Raises:
+            PipelineError: It has not, or there is none.
+        """
+        if self._optimizer is None:
+            raise PipelineError(f"{call}: no optimizer: expected pipe.attach(optimizer) before the first step")
+        if self._due is not None:
+            raise PipelineError(
+                f"{call}: the optimizer has not made update {self._due.number}: expected one optimizer.step() after each "
+                "pipe.step(), as other replicas make it"
+            )
+
+    def take(self, source: int, update: int) -> Handover:
+        """Return the state of another replica after an update; raises as :meth:`.kept_state.KeptState.take`."""
+        assert self._kept is not None, "an optimizer is attached"
+        return self._kept.take(source, update)
+
+    def expect(self, update: Update, taken: Handover | None) -> None:
+        """Begin the change to the state after an update, from that of another replica if one was taken."""
+        assert self._kept is not None, "an optimizer is attached"
+        self._kept.change(update.number)
+        if taken is not None:
+            self._kept.replace_by(taken)
+        self._due, self._has_begun = update, True
+
+    def keep(self) -> None:
+        """Record that the state is that after the update."""
+        assert self._kept is not None, "an optimizer is attached"
+        self._due = None
+        self._kept.keep()
+
+    def close(self) -> None:
+        """Follow no more steps. The optimizer can be used without the pipeline then."""
+        self._remove_hooks()
+        if self._kept is not None:
+            self._kept.close()
+        self._settings.close()
+
+    def _begin(self) -> None:
+        if self._optimizer is None or self._check is None:
+            return
+        if self._kept is not None:
+            self._kept.close()
+        store = under(f"round {self._rounds}", self._store)
+        self._kept = KeptState(self._parameters, self._optimizer, self._sites, store, self._check)
+        self._kept.keep()
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Compare the optimizer's settings with those of the other replicas in the update.
+
+        Raises:
+            PipelineError: They differ, or there is no update to make.
+        """
+        update = self._due
+        if update is None:
+            raise PipelineError(
+                "optimizer.step(): there is no update to make: expected one after each pipe.step(), as other replicas make it"
+            )
+        settings = json.dumps(
+            [{key: repr(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        )
+        key = f"settings/{self._rounds}/{update.number}"
+        others = self._settings.compare_set(key, "", settings).decode()
+        if others != settings:
+            own, other = json.loads(settings), json.loads(others)
+            differing = (
+                f"group {index}: {name}={one.get(name)} here, {two.get(name)} there"
+                for index, (one, two) in enumerate(zip(own, other, strict=False))
+                for name in one | two
+                if one.get(name) != two.get(name)
+            )
+            differ = next(differing, f"{len(own)} groups here, {len(other)} there")
+            raise PipelineError(
+                f"optimizer.step(): update {update.number} has other settings on another replica: {differ}: expected the same "
+                "on all; what follows a schedule follows pipe.updates, which is the same on all"
+            )
+        if self._settings.add(f"{key}/seen", 1) == len(update.ballot.votes):
+            self._settings.delete_key(key)
+            self._settings.delete_key(f"{key}/seen")
+
+    def _after_step(self, *_: Any) -> None:
+        self.keep()

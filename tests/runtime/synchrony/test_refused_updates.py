@@ -1,0 +1,167 @@
+"""What can't be done in x-order is refused, by one line, and a replica that is gone is missed by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from errors_table import check_documented
+from processes import run_processes
+from test_x_order import MICROBATCHES, MODEL, adam, bits_of, rows_of
+from training import call, compiled
+
+import adaptra
+from adaptra.errors import AdaptraError
+
+pytestmark = pytest.mark.processes
+
+ROWS_OF: dict[str, str] = {
+    "no optimizer": "…: no optimizer: expected pipe.attach(optimizer) before the first step",
+    "two steps": (
+        "…: the optimizer has not made update …: expected one optimizer.step() after each pipe.step(), as other replicas "
+        "make it"
+    ),
+    "exchange": (
+        "…: the optimizer has not made update …: expected one optimizer.step() after each pipe.step(), as other replicas "
+        "make it"
+    ),
+    "no step": ("optimizer.step(): there is no update to make: expected one after each pipe.step(), as other replicas make it"),
+    "another optimizer": (
+        "attach: another optimizer has made updates, and replicas are at different ones: expected one optimizer for all, or "
+        "pipe.load_state_dict() on all ranks before"
+    ),
+    "outer state": (
+        "…: replicas in x-order have no outer optimizer: expected pipe.exchange(), pipe.state_dict() and "
+        "optimizer.state_dict(), which are all that there is"
+    ),
+    "schedule": (
+        "optimizer.step(): update … has other settings on another replica: …: expected the same on all; what follows a "
+        "schedule follows pipe.updates, which is the same on all"
+    ),
+    "rows": (
+        "update …: replicas … have batches of … rows: expected the same number on all replicas, as reduction='mean' gives each "
+        "replica the same weight; reduction='sum' and 'weighted' take any numbers"
+    ),
+    "gone": (
+        "replica … has left with update …, which replica … lacks: expected pipe.exchange() on all ranks before the first of "
+        "them closes its pipeline"
+    ),
+    "log": "… with … updates to come: the log that is replayed has none there",
+}
+
+KINDS = {"outer state": "OptionError", "rows": "BatchError", "log": "StateError"}
+
+
+def in_order(**options: Any) -> Any:
+    given = adaptra.Options(synchrony=adaptra.XOrder(1, **options))
+    return compiled(MODEL, rows_of(0, 0), stages=1, microbatches=MICROBATCHES, options=given)
+
+
+def step(pipe: adaptra.Pipeline, number: int = 0, batch: Any = None) -> None:
+    args, kwargs = call(rows_of(pipe.replica, number) if batch is None else batch)
+    pipe.step(*args, **kwargs)
+
+
+def refused(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+
+    def note(what: str, run: Callable[[], object]) -> None:
+        try:
+            run()
+        except AdaptraError as error:
+            found[what] = str(error)
+
+    with in_order() as pipe:
+        note("no optimizer", lambda: step(pipe))
+    with in_order() as pipe:
+        optimizer = adam(pipe.parameters())
+        pipe.attach(optimizer)
+        note("outer state", pipe.outer_state_dict)
+        note("no step", optimizer.step)
+        step(pipe)
+        note("exchange", pipe.exchange)
+        note("another optimizer", lambda: pipe.attach(adam(pipe.parameters())))
+        note("two steps", lambda: step(pipe, 1))
+    with in_order() as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1 * (1 + rank))
+        pipe.attach(optimizer)
+        step(pipe)
+        # The first one to make the update can't know.
+        note("schedule", lambda: (time.sleep(0.5 * rank), optimizer.step()))
+    with in_order() as pipe:
+        pipe.attach(adam(pipe.parameters()))
+        note("rows", lambda: step(pipe, batch=MODEL.rows(4 + 2 * rank, 0)))
+    with in_order() as pipe:
+        optimizer = adam(pipe.parameters())
+        pipe.attach(optimizer)
+        for number in range(1 + rank):
+            step(pipe, number)
+            optimizer.step()
+            if rank == 0:
+                time.sleep(1.0)  # in which the other one makes an update alone
+
+        def lacks() -> None:
+            step(pipe, 3)
+
+        if rank == 0:
+            time.sleep(0.5)
+            note("gone", lacks)
+    with in_order() as pipe:
+        optimizer = adam(pipe.parameters())
+        pipe.attach(optimizer)
+        pipe.replay([])
+        note("log", lambda: step(pipe))
+    return found
+
+
+def test_what_can_not_be_done_in_x_order_is_refused_in_words() -> None:
+    ranks = run_processes(refused, 2)
+    for what, row in ROWS_OF.items():
+        texts = [one[what] for one in ranks if what in one]
+        assert texts, what
+        kind = KINDS.get(what, "PipelineError")
+        for text in texts:  # or another replica's error has it
+            check_documented(kind, text.partition(f"{kind}: ")[2] or text, row)
+    assert "group 0: lr=0.2 here, 0.1 there" in ranks[1]["schedule"] and "schedule" not in ranks[0]
+
+
+def alike(rank: int) -> dict[str, Any]:
+    """All replicas in each update is exact; a loaded state begins again; other reductions."""
+    found: dict[str, Any] = {}
+    for name, options in {
+        "exact": adaptra.Options(),
+        "all": adaptra.Options(synchrony=adaptra.XOrder(2)),
+        "not old": adaptra.Options(synchrony=adaptra.XOrder(1, staleness=0)),
+    }.items():
+        with compiled(MODEL, rows_of(0, 0), stages=1, microbatches=MICROBATCHES, options=options) as pipe:
+            optimizer = adam(pipe.parameters())
+            pipe.attach(optimizer)
+            for number in range(3):
+                time.sleep(0.1 * rank)
+                step(pipe, number)
+                optimizer.step()
+                optimizer.zero_grad()
+            found[name] = pipe.updates, bits_of(pipe.named_parameters())
+            if name != "not old":
+                continue
+            saved = {name: one.clone() for name, one in pipe.state_dict().items()}
+            state = optimizer.state_dict()
+            pipe.load_state_dict(saved)
+            if rank == 0:  # the others take it
+                optimizer.load_state_dict(state)
+            else:
+                optimizer.state.clear()
+            step(pipe, 3)
+            optimizer.step()
+            found["went on"] = pipe.updates, bits_of(pipe.named_parameters())
+    return found
+
+
+def test_all_in_each_update_is_exact_and_a_loaded_state_begins_again() -> None:
+    one, other = run_processes(alike, 2)
+    assert one == other
+    assert one["exact"] == one["all"] == one["not old"]
+    assert one["went on"][0] == 1 and one["went on"][1] != one["exact"][1]
