@@ -26,8 +26,8 @@ from adaptra.frontend.arguments.call_batches import CallBatch, OfReplica, given_
 from adaptra.frontend.arguments.placing import STRAIGHT, Placement
 from adaptra.frontend.arguments.step_arguments import Outputs, StepArguments, check_outputs, name_of_call
 from adaptra.frontend.builder import build
-from adaptra.frontend.pipeline.layout import LayoutMethods
 from adaptra.frontend.pipeline.observation import ObservationMethods
+from adaptra.frontend.pipeline.synchrony import SynchronyMethods
 from adaptra.frontend.running.session import Session
 from adaptra.known_keywords import known_keywords
 from adaptra.runtime.devices.determinism import require_deterministic
@@ -146,7 +146,7 @@ def compile(
     return pipeline
 
 
-class Pipeline(LayoutMethods, ObservationMethods):
+class Pipeline(SynchronyMethods, ObservationMethods):
     """A compiled training pipeline, with its ranks that run in this process.
 
     :func:`compile` makes it. It can be used as a context manager. :meth:`close` ends its threads.

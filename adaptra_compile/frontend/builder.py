@@ -23,6 +23,7 @@ from adaptra.frontend.arguments.shared_models import Sharing
 from adaptra.frontend.followed.following import Following
 from adaptra.frontend.losses.batch_look import BatchLook, example_weights
 from adaptra.frontend.losses.rows_together import rows_together
+from adaptra.frontend.planned.site_memory import require_site_memory
 from adaptra.frontend.planned.stage_planning import PipelineSpec, PlannedPipeline
 from adaptra.frontend.planned.worker_factory import close_all, open_recorders, states_with_guests
 from adaptra.frontend.running.local_workers import LocalWorkers
@@ -41,13 +42,12 @@ from adaptra.graph.inner_compiler import EAGER, prepare
 from adaptra.graph.modes import as_for_training
 from adaptra.graph.ops.autocast import refuse_autocast
 from adaptra.graph.ops.weighted_loss import WeightedLoss
-from adaptra.planning.synchrony.modes import Apart, Local
 from adaptra.program.placement import is_straight, stages_of
 from adaptra.progress import Progress, log_progress, shown_progress
 from adaptra.runtime.devices.determinism import set_deterministic
 from adaptra.runtime.launch.agreement import agree_here, disagree
 from adaptra.runtime.launch.carriers import DelegateSetup
-from adaptra.runtime.launch.free_memory import free_memory, require_host_memory
+from adaptra.runtime.launch.free_memory import free_memory
 from adaptra.runtime.launch.launch import Launch, Wanted, launch
 from adaptra.runtime.worker.batch import example_microbatch, rows_of, split_rows
 from adaptra.runtime.worker.stages.gradient_hooks import copy_is_hooked, is_hooked
@@ -142,24 +142,9 @@ def _check_compiled(request: CompileArguments, planned: PlannedPipeline, launche
     model, apart = request.whole_model, request.options.apart
     _refuse_hooked_copies(model, planned.compiled.copied(request.placed))
     if apart is not None and launched.world.sites > 1:
-        _check_apart(apart, model, planned, launched, request.options.timeout)
+        smallest = min((one.element_size() for one in model.parameters()), default=4)
+        require_site_memory(apart, planned, launched, launched.world, smallest, request.options.timeout)
     refuse_shared_memory(model, planned.compiled, request.placed, launched, is_empty=is_empty)
-
-
-def _check_apart(apart: Apart, model: nn.Module, planned: PlannedPipeline, launched: Launch, timeout: float) -> None:
-    """Refuse a mode whose copies of the model are too large. All ranks refuse it alike.
-
-    Raises:
-        OptionError: It does not fit the memory of a host.
-    """
-    compiled, placement = planned.compiled, planned.initial.case.placement
-    # The outer optimizer keeps two copies of what is trained, in float32 or better. An exchange needs a third one. The
-    # replicas of a site share them. In x-order parameters and an optimizer's two copies are received, and then unpacked.
-    copies = 3 if isinstance(apart, Local) else 6
-    widened = max(4 // min((one.element_size() for one in model.parameters()), default=4), 1)
-    here = sum(compiled.train[stage].parameter_bytes for rank in launched.ranks for stage in stages_of(rank, placement))
-    world = launched.world
-    require_host_memory(launched, copies * widened * here * world.sites // world.replicas, f"synchrony={apart}", timeout)
 
 
 def _prepare_all(planned: PlannedPipeline, stages: Sequence[int], inner: str, progress: Progress) -> None:

@@ -580,7 +580,7 @@ def launch(
         sweep()
     world = replace(_world(size, ranks, roles, name), needs_homes=survives is not Survival.WITHOUT_HOMES)
     if apart is not None:
-        world = _of_sites(world, apart)
+        world = replace(world, sites=sites_of(world, apart))
     if goes_on and rank == 0 and rank_0_has(job_store()):
         logger.warning(
             "Options(survive=True): rank 0 has the job's store, so its loss ends the job: start the processes by adaptra run, "
@@ -617,21 +617,23 @@ def _in_threads(size: int, device: torch.device, wanted: Wanted) -> Launch:
     return OneProcess(ProcessMembership(), device).enter(world)
 
 
-def _of_sites(world: World, mode: Apart) -> World:
-    """Return a world whose replicas make up the sites of a mode.
+def sites_of(world: World, apart: Apart | None) -> int:
+    """Return the number of sites that a world's replicas make up in a mode; one where every update has all gradients.
 
     Raises:
         OptionError: They can't; says why.
     """
-    check_mode(mode, world.replicas)
-    if isinstance(mode, XOrder) and mode.x == world.replicas:
-        return world  # all of them are exact
+    if apart is None:
+        return 1
+    check_mode(apart, world.replicas)
+    if isinstance(apart, XOrder) and apart.x == world.replicas:
+        return 1  # all of them are exact
     if world.has_guests:
         raise OptionError(
-            f"{mode!r} with {len(world.processes)} ranks for {len(world.hosts)} workers: expected a rank for each worker, as "
+            f"{apart!r} with {len(world.processes)} ranks for {len(world.hosts)} workers: expected a rank for each worker, as "
             "the workers of a rank have the same parameters, and those of sites differ"
         )
-    return replace(world, sites=(mode.sites if isinstance(mode, Local) else None) or world.replicas)
+    return (apart.sites if isinstance(apart, Local) else None) or world.replicas
 
 
 def _world(size: int, ranks: int, roles: Roles | int | None, transport: str) -> World:

@@ -14,6 +14,19 @@ from adaptra.runtime.options.reduce_options import Reduce
 EXACT: Final = "exact"
 """The mode of synchronisation in which every update has the gradients of all microbatches."""
 
+Synchrony = Literal["exact"] | Local | XOrder
+"""What an update waits for in a running job."""
+
+
+def check_synchrony(mode: Any) -> None:
+    """Refuse what is no mode of a running job.
+
+    Raises:
+        OptionError: It is none. The text shows it.
+    """
+    if mode != EXACT and not isinstance(mode, Local | XOrder):
+        raise OptionError(f"synchrony={mode!r}: expected {EXACT!r}, adaptra.Local(...) or adaptra.XOrder(...)")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StageOptions:
@@ -55,7 +68,7 @@ class StageOptions:
     reduce: Reduce = field(default_factory=Reduce, metadata=agreed())
     deterministic: bool = field(default=False, metadata=agreed())
     shapes: int | None = field(default=None, metadata=agreed())
-    synchrony: Literal["exact"] | Local | XOrder = field(default=EXACT, metadata=agreed(repr))
+    synchrony: Synchrony = field(default=EXACT, metadata=agreed(repr))
 
     def __post_init__(self) -> None:
         seed: Any = self.seed
@@ -70,9 +83,7 @@ class StageOptions:
         reduce: Any = self.reduce
         if not isinstance(reduce, Reduce):
             raise OptionError(f"reduce={reduce!r}: expected adaptra.Reduce(...)")
-        synchrony: Any = self.synchrony
-        if synchrony != EXACT and not isinstance(synchrony, Local | XOrder):
-            raise OptionError(f"synchrony={synchrony!r}: expected {EXACT!r}, adaptra.Local(...) or adaptra.XOrder(...)")
+        check_synchrony(self.synchrony)
 
     @property
     def apart(self) -> Apart | None:

@@ -23,11 +23,13 @@ class Consent:
         objection: The reason why it can't transfer, or an empty text.
         groups: The number of parameter groups of its optimizer.
         hands_over: For each rank that takes over from it, the number of parameter groups that the transferred parameters need.
+        alike: What has to be the same on all ranks: names and texts.
     """
 
     objection: str = ""
     groups: int = 0
     hands_over: tuple[tuple[int, int], ...] = ()
+    alike: tuple[tuple[str, str], ...] = ()
 
     @staticmethod
     def to(groups: int, leaving: Mapping[int, Handover]) -> Consent:
@@ -66,6 +68,13 @@ def check_consents(what: str, texts: Sequence[str]) -> None:
     for rank, one in enumerate(said):
         if one.objection:
             raise StateError(f"{what}: nothing has moved, since rank {rank} can't: {one.objection}")
+    for rank, consent in enumerate(said):
+        for (name, first), (_, own) in zip(said[0].alike, consent.alike, strict=True):
+            if own != first:
+                raise StateError(
+                    f"{what}: nothing has moved, since the {name} of rank {rank} is {own}, and that of rank 0 {first}: "
+                    "expected the same on every rank"
+                )
     for rank, one in enumerate(said):
         for to, needed in one.hands_over:
             if said[to].groups < needed:
@@ -77,12 +86,20 @@ def check_consents(what: str, texts: Sequence[str]) -> None:
 
 def _read(fields: Fields) -> Consent:
     objection, groups, pairs = fields.text("objection"), fields.whole("groups"), fields.items("hands_over")
+    texts = fields.items("alike")
     fields.end()
     needed: list[tuple[int, int]] = []
+    alike: list[tuple[str, str]] = []
+    for pair in texts:
+        match pair:
+            case [str(name), str(text)]:
+                alike.append((name, text))
+            case _:
+                raise fields.refuse("alike", "pairs of a name and a text", pair)
     for pair in pairs:
         match pair:
             case [int(to), int(count)]:
                 needed.append((to, count))
             case _:
                 raise fields.refuse("hands_over", "pairs of a rank and a number of groups", pair)
-    return Consent(objection, groups, tuple(needed))
+    return Consent(objection, groups, tuple(needed), tuple(alike))

@@ -209,6 +209,7 @@ def _event(event: ControlEvent, rank: tuple[str, str]) -> Iterator[Sample]:
             | EventKind.LATE
             | EventKind.EXCHANGED
             | EventKind.UPDATED
+            | EventKind.MODE
             | EventKind.ROLES
             | EventKind.SPLIT
             | EventKind.COMPILED

@@ -230,6 +230,10 @@ class Worker:
     def align_copies(self) -> None:
         """Replace copies of values by the first holder's; all ranks call it."""
         self.values.align_copies()
+        self.begin_exchanges()
+
+    def begin_exchanges(self) -> None:
+        """Let sites update by themselves from the parameters that all of them have now; all ranks call it."""
         if self.apart is not None:
             self.apart.restart(self.check)
 

@@ -114,10 +114,10 @@ class World:
             homes[moved] = replica
         return World(0, places, tuple(hosts), tuple(homes))
 
-    def followed_by(self, roles: Roles | None = None) -> World:
-        """Return the world of the next epoch, with other roles of its processes if they are given."""
+    def followed_by(self, roles: Roles | None = None, *, sites: int | None = None) -> World:
+        """Return the world of the next epoch, with other roles of its processes or other sites if they are given."""
         hosts, homes = (self.hosts, self.homes) if roles is None else _of_roles(roles)
-        return replace(self, epoch=self.epoch + 1, hosts=hosts, homes=homes)
+        return replace(self, epoch=self.epoch + 1, hosts=hosts, homes=homes, sites=self.sites if sites is None else sites)
 
     def without(self, lost: Collection[ProcessId]) -> World:
         """Return the world of the next epoch, in which others of their columns host the workers of lost processes.

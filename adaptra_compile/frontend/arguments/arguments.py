@@ -17,6 +17,7 @@ from adaptra.frontend.arguments.mesh import describe_mesh, roles_of
 from adaptra.frontend.arguments.placing import STRAIGHT, Placement, placed_on
 from adaptra.frontend.arguments.wrapped_models import refuse_wrapped
 from adaptra.graph.inner_compiler import EAGER, check_inner
+from adaptra.planning.synchrony.modes import Apart
 from adaptra.program import Program
 from adaptra.program.roles import Roles
 from adaptra.runtime.injection.faults import Fault
@@ -108,26 +109,12 @@ class CompileArguments:
                 "survive=True with lossy_bf16='slow', where each replica plans which messages round: expected True or False"
             )
         if options.apart is not None:
-            self._check_apart()
+            check_apart(options.apart, options, with_loss=self.with_loss)
         self._check_edges()
         check_inner(options.inner)
         weights: Any = self.weights
         if weights is not None and not isinstance(weights, str | Path):
             raise OptionError(f"weights={weights!r}: expected the path of a file or folder, or None")
-
-    def _check_apart(self) -> None:
-        schedule: Any = self.options.schedule
-        reasons = {
-            "survive=True": (self.options.survive, "a job without it, as a lost site takes along what it has learnt"),
-            "a function that returns no loss": (not self.with_loss, "a model whose loss adaptra.compile knows"),
-            "a schedule of several replicas": (
-                isinstance(schedule, Program) and not schedule.is_one_pipeline,
-                "one of a single pipeline, as sites compute nothing for each other",
-            ),
-        }
-        for what, (holds, expected) in reasons.items():
-            if holds:
-                raise OptionError(f"synchrony={self.options.apart} with {what}: expected {expected}")
 
     def _check_model(self) -> None:
         model: Any = self.model
@@ -250,6 +237,31 @@ def check_split(split: Any) -> None:
     """
     if not is_list_of(str, split):
         raise OptionError(f"split={split!r}: expected a list of module names, one for every stage but the first")
+
+
+def check_apart(apart: Apart, options: Options, *, with_loss: bool) -> None:
+    """Refuse a mode in which sites update by themselves beside options that it can't be had with.
+
+    Args:
+        apart: The mode.
+        options: The options.
+        with_loss: Whether the function that is compiled returns its loss.
+
+    Raises:
+        OptionError: The text names what it can't be had with.
+    """
+    schedule: Any = options.schedule
+    reasons = {
+        "survive=True": (options.survive, "a job without it, as a lost site takes along what it has learnt"),
+        "a function that returns no loss": (not with_loss, "a model whose loss adaptra.compile knows"),
+        "a schedule of several replicas": (
+            isinstance(schedule, Program) and not schedule.is_one_pipeline,
+            "one of a single pipeline, as sites compute nothing for each other",
+        ),
+    }
+    for what, (holds, expected) in reasons.items():
+        if holds:
+            raise OptionError(f"synchrony={apart} with {what}: expected {expected}")
 
 
 def _is_list(model: object) -> bool:

@@ -265,11 +265,15 @@ class StateMethods(HeldSession):
 
         With ``adaptra.Local(quorum=...)`` the clock decides who takes part. Then :meth:`replay` needs it. With
         ``adaptra.XOrder(...)`` these are this replica's updates: who is in each, and with the parameters of which update. Also
-        from whom this replica has taken the state before it.
+        from whom this replica has taken the state before it. After a change to exact updates it is that of the last mode, and
+        of no other ones.
 
         Raises:
             OptionError: All replicas are one site.
         """
+        session = self._require()
+        if session.workers[0].apart is None and session.synchrony.log is not None:
+            return session.synchrony.log
         return self._apart("exchange_log").log
 
     def replay(self, log: Sequence[Any]) -> None:

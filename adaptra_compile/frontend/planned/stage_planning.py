@@ -26,6 +26,7 @@ from adaptra.runtime.control.plans.plan import Edges, Plan
 from adaptra.runtime.injection.failures import FailureLog
 from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.options import Options
+from adaptra.runtime.options.stage_options import Synchrony
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
 from adaptra.runtime.world.world import World
 from adaptra.simulation.case import Case
@@ -118,6 +119,10 @@ class PipelineSpec:
     def within(self, world: World) -> PipelineSpec:
         """Return the same for the workers of another world."""
         return replace(self, guests=world.guests, crowd=world.crowd)
+
+    def under(self, synchrony: Synchrony) -> PipelineSpec:
+        """Return the same for another mode of synchronisation."""
+        return replace(self, options=replace(self.options, synchrony=synchrony))
 
     def planned(self, compiled: CompiledStages) -> PlannedPipeline:
         """Plan for stages that are lowered already; raises as :meth:`prepare`."""

@@ -21,6 +21,7 @@ from adaptra.graph.ops.autocast import refuse_autocast
 from adaptra.planning.synchrony.modes import Local
 from adaptra.runtime.control.calls import Calls
 from adaptra.runtime.launch.launch import Job, Launch
+from adaptra.runtime.options.stage_options import Synchrony
 from adaptra.runtime.reconfigure.consent import Consent, check_consents
 from adaptra.runtime.worker.worker import Worker
 
@@ -99,6 +100,11 @@ class LocalWorkers:
     def compiled(self) -> CompiledStages:
         """The stages."""
         return self.planned.compiled
+
+    @property
+    def synchrony(self) -> Synchrony:
+        """What an update waits for now."""
+        return self.planned.factory.options.synchrony
 
     @property
     def have_copies(self) -> bool:

@@ -179,8 +179,13 @@ class Reconfiguration:
             )
         return captured
 
+    @property
+    def _spec_now(self) -> PipelineSpec:
+        """What plans in the mode of synchronisation that runs now."""
+        return self._spec.under(self._local.synchrony)
+
     def _cut(self, captured: Captured, positions: tuple[int, ...]) -> PlannedPipeline:
-        return self._spec.prepare(captured.cut(positions))
+        return self._spec_now.prepare(captured.cut(positions))
 
     def _cut_transfers(self, after: Sequence[TrainStage]) -> list[Transfer[str]]:
         """Return the transfers within this process's pipeline to the stages of another cut."""
@@ -241,7 +246,7 @@ class Reconfiguration:
         shapes = [one for batches in self._batches.all for one in batches.shapes.compiled()]
         after = following.compiled(change, self._local.compiled, shapes, states, placed)
         if after is not None:
-            self._take_model(self._spec.prepare(after.stages), after.states, f"{CHANGED_MODEL}: {change}")
+            self._take_model(self._spec_now.prepare(after.stages), after.states, f"{CHANGED_MODEL}: {change}")
             for worker in self._local.workers[:1] if self._local.workers[0].rank == 0 else ():
                 worker.controller.recorder.emit_now(
                     EventKind.COMPILED, f"a changed model in {time.monotonic() - began:.2f} s: {change}"

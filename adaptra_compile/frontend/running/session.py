@@ -14,6 +14,7 @@ from adaptra.frontend.running.next_epoch import NextEpoch
 from adaptra.frontend.running.next_workers import NextWorkers
 from adaptra.frontend.running.reconfiguration import Reconfiguration
 from adaptra.frontend.running.redone_calls import RedoneCalls
+from adaptra.frontend.running.synchrony_changes import SynchronyChanges
 from adaptra.frontend.saved.model_names import ModelNames
 from adaptra.frontend.shapes.recompile import Recompile
 from adaptra.graph import CompiledStages
@@ -39,6 +40,7 @@ class Session:
         hosted_batches: Those of all replicas whose workers it hosts.
         held: The state of this process's stages.
         changes: Changes of roles, of cut points and of the model.
+        synchrony: Changes of what an update waits for.
         look: As given.
         reduction: How the losses of microbatches are reduced to that of the batch.
         microbatches: Microbatches per step.
@@ -62,6 +64,7 @@ class Session:
         self.hosted_batches = HostedBatches(local, home, lambda replica: Batches(spec, local, replica, home.recompile))
         self.held = HeldState(local, names, spec.options.timeout)
         next_workers = NextWorkers(spec.options, local, self.hosted_batches)
+        self.synchrony = SynchronyChanges(spec, local, next_workers)
         self.changes = Reconfiguration(spec, local, self.hosted_batches, next_workers, self.held, following)
         if (keeper := local.launched.job.keeper) is not None:
             local.redone = RedoneCalls(local, keeper, NextEpoch(spec, local, next_workers).enter)

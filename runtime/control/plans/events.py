@@ -53,6 +53,9 @@ class EventKind(Enum):
     """
     UPDATED = "updated"
     """This rank's replica is in an update in x-order. ``text`` says which, who is in it, and how old their gradients are."""
+    MODE = "mode"
+    """After ``step`` an update waits for something else. ``text`` says what the mode was and is, and how long the change took.
+    """
     COORDINATES = "coordinates"
     """This rank coordinates from now on, in place of another."""
     RESIGNED = "resigned"

@@ -272,7 +272,7 @@ class StepParts:
         for stage in stages_of(context.rank, context.placement):
             for name in compiled.train[stage].trainable:
                 fragments.setdefault(owners.get(name, stage), {})[name] = trainable[name]
-        store = under("synchrony", context.job.store)
+        store = under(f"synchrony/{context.world.epoch}", context.job.store)  # an earlier epoch's ballots stay where they are
         votes = context.rank == 0 and context.replicas.index == 0
         return LocalSteps(local, fragments, len(compiled.train), context.replicas, context.sites, store, votes=votes)
 
@@ -280,7 +280,7 @@ class StepParts:
         context, order = self._context, self._context.options.synchrony
         if not isinstance(order, XOrder) or context.sites is None:
             return None
-        copied, store = compiled.copied(context.placement), under("synchrony", context.job.store)
+        copied, store = compiled.copied(context.placement), under(f"synchrony/{context.world.epoch}", context.job.store)
         reduce = context.options.reduce
         return XOrderSteps(order, trainable, copied, reduction, reduce, context.sites, store, context.rank)
 

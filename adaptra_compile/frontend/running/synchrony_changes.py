@@ -1,0 +1,199 @@
+"""Changes of what an update of a running job waits for, between two steps: of all ranks, or of none.
+
+What sites have learnt is exchanged before, and all go on with the optimizer's state of the first one. So all replicas are equal
+to the last bit where the next mode begins, and no gradient is lost or counted twice.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any, Final
+
+import torch
+
+from adaptra.errors import OptionError, StateError
+from adaptra.frontend.arguments.arguments import check_apart
+from adaptra.frontend.planned.site_memory import require_site_memory
+from adaptra.frontend.planned.stage_planning import PipelineSpec, PlannedPipeline
+from adaptra.frontend.running.local_workers import LocalWorkers
+from adaptra.frontend.running.next_workers import NextWorkers
+from adaptra.graph.ops.autocast import refuse_autocast
+from adaptra.planning.synchrony.modes import Local, XOrder
+from adaptra.runtime.control.plans.events import EventKind
+from adaptra.runtime.control_store.digest_tree import children_of, parent_of
+from adaptra.runtime.exchange.state_transfer import STATE, Handover, check_movable, gather_state, receive, send, set_state
+from adaptra.runtime.launch.agreement import agree_here
+from adaptra.runtime.launch.launch import sites_of
+from adaptra.runtime.options.stage_options import EXACT, Synchrony, check_synchrony
+from adaptra.runtime.reconfigure.consent import Consent
+from adaptra.runtime.worker.worker import Worker
+from adaptra.runtime.world.world import WorkerId, World
+
+_BRANCHES: Final = 2
+"""To how many sites one hands the optimizer's state on."""
+
+
+class SynchronyChanges:
+    """Changes the mode of synchronisation of this process's workers.
+
+    Args:
+        spec: Plans the pipeline.
+        local: The workers of this process.
+        next_workers: Begins those in their place.
+
+    Attributes:
+        last: The last change, for people; None before it.
+        log: The exchanges of the last stretch in which sites updated by themselves, once it has ended; None before.
+    """
+
+    def __init__(self, spec: PipelineSpec, local: LocalWorkers, next_workers: NextWorkers) -> None:
+        self._spec = spec
+        self._local = local
+        self._next_workers = next_workers
+        self.last: str | None = None
+        self.log: list[dict[str, Any]] | None = None
+
+    def take(self, mode: Synchrony, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, call: str) -> None:
+        """Let updates wait for something else: see :meth:`adaptra.frontend.api.Pipeline.take_synchrony`.
+
+        Args:
+            mode: The mode.
+            optimizer: Steps this process's parameters.
+            scaler: Scales their gradients; None if none does.
+            call: The method of the pipeline that the user has called.
+        """
+        check_synchrony(mode)
+        refuse_autocast(call)
+        local, launched = self._local, self._local.launched
+        local.require_running()
+        if launched.in_threads or launched.job.keeper is not None:  # which are exact as long as they run
+            self._following(mode)
+            return
+        before = local.synchrony
+        if isinstance(before, XOrder) or (isinstance(before, Local) and before.quorum is not None):
+            # Sites may be steps apart. One that is behind needs the others for its exchanges until it comes here.
+            self._exchange_all(call)
+
+        def ready() -> tuple[tuple[World, PlannedPipeline], Consent]:
+            self._check(call, optimizer)
+            following = self._following(mode)
+            planned = self._spec.under(mode).within(following).planned(local.compiled)
+            return (following, planned), Consent(alike=self._alike(mode, optimizer, scaler))
+
+        following, planned = local.agreed(call, call, ready, self._spec.options.timeout)
+        if mode == before:
+            return
+        if mode != EXACT and following.sites > 1:
+            sizes = [one.element_size() for worker in local.workers for one in worker.trainable.values()]
+            smallest = min(sizes, default=4)
+            require_site_memory(mode, planned, launched, following, smallest, self._spec.options.timeout)
+        began = time.monotonic()
+        if launched.world.sites > 1:
+            self._exchange_all(call)
+            with local.called(call), local.changing(call):
+                self._take_first_state(optimizer, scaler)
+        with local.called(call), local.changing(call), self._next_workers.joined(following) as (joined, opened):
+            agree_here(joined, planned.facts(), self._spec.options.timeout, local.check)
+            states = [worker.state for worker in local.home]
+            local.end()
+            self._next_workers.begin(planned, joined, states, opened)
+        local.workers[0].attach(optimizer)
+        local.on_every_rank(Worker.begin_exchanges, call)
+        step = local.workers[0].numbers.training_step
+        self.last = f"from {mode_text(before)} to {mode_text(mode)} before step {step}, in {time.monotonic() - began:.2f} s"
+        local.workers[0].controller.recorder.emit_now(EventKind.MODE, self.last)
+
+    def _following(self, mode: Synchrony) -> World:
+        """Return the world of a mode.
+
+        Raises:
+            OptionError: The job can't have it; says why.
+        """
+        world, apart = self._local.launched.world, None if mode == EXACT else mode
+        if apart is not None:
+            check_apart(apart, self._spec.options, with_loss=self._local.compiled.with_loss)
+        return world.followed_by(sites=sites_of(world, apart))
+
+    def _check(self, call: str, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse a change in this process's state.
+
+        Raises:
+            OptionError, StateError: The text says what stands in the way.
+        """
+        local = self._local
+        if local.shards or any(worker.owners for worker in local.workers):
+            raise OptionError(
+                f"{call}: this pipeline has a sharded optimizer, of which sites would lack a part: expected one that has all "
+                "parameters of its rank"
+            )
+        stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        for worker in local.workers:
+            for name, parameter in worker.trainable.items():
+                if id(parameter) not in stepped:
+                    raise StateError(
+                        f"{call}: {name} is in no group of the optimizer: expected a single one of all parameters, as all "
+                        "sites go on with the state of the first one's"
+                    )
+                if parameter.grad is not None and bool(parameter.grad.count_nonzero()):
+                    raise StateError(
+                        f"{call}: {name} has a gradient: expected optimizer.step() and optimizer.zero_grad() before it, as a "
+                        "gradient of one mode is not added to one of another"
+                    )
+            check_movable(_inner_state(worker, optimizer))
+
+    def _alike(
+        self, mode: Synchrony, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
+    ) -> tuple[tuple[str, str], ...]:
+        """Return what has to be the same on all ranks."""
+        numbers = self._local.workers[0].numbers
+        plain = bool, int, float, str, tuple
+        settings = [{key: one for key, one in of.items() if isinstance(one, plain)} for of in optimizer.param_groups]
+        return (
+            ("mode", repr(mode)),
+            ("number of steps", str(numbers.next_step)),
+            ("number of the next step of the training", str(numbers.training_step)),
+            ("optimizer", f"{type(optimizer).__name__} of {settings}"),
+            ("grad_scaler", "there" if scaler is not None else "not there"),
+        )
+
+    def _exchange_all(self, call: str) -> None:
+        self._local.on_every_rank(Worker.exchange, call)
+        (worker,) = self._local.workers
+        self.log = None if worker.apart is None else worker.apart.log
+
+    def _take_first_state(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+        """Replace the state of this site's optimizer and scaler by that of the first site's. Sites hand it on in a tree."""
+        launched, (worker,) = self._local.launched, self._local.workers
+        world = launched.world
+        (own,) = world.hosted(launched.process)
+        column = world.hosts_of(world.counterparts(WorkerId(own)))
+        site = world.site(worker.replica)
+        held = _inner_state(worker, optimizer)
+        if site:
+            held = receive(column[parent_of(site, _BRANCHES)], launched.everyone)
+            for parameter in worker.trainable.values():
+                optimizer.state.pop(parameter, None)
+            set_state(optimizer, held, worker.trainable)
+        waits = [send(held, column[child], launched.everyone) for child in children_of(site, len(column), _BRANCHES)]
+        for wait in waits:
+            wait()
+        if scaler is not None:
+            text = json.dumps(scaler.state_dict())
+            told = launched.tell("change", text, self._spec.options.timeout, self._local.check)
+            scaler.load_state_dict(json.loads(told[world.number(column[0])]))
+
+
+def mode_text(mode: Synchrony) -> str:
+    """Return a mode for people."""
+    return str(mode) if not isinstance(mode, Local) or mode.sites is None else f"{mode} of {mode.sites} sites"
+
+
+def _inner_state(worker: Worker, optimizer: torch.optim.Optimizer) -> Handover:
+    """Return the state that an optimizer has of a worker's parameters, without these.
+
+    Raises:
+        StateError: It has an entry that can't move to another rank; names it.
+    """
+    held = gather_state(worker.trainable, optimizer)
+    return Handover({key: one for key, one in held.tensors.items() if key[1].startswith(STATE)}, held.numbers)
