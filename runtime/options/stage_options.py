@@ -53,7 +53,8 @@ class StageOptions:
             first, and is compiled again when a batch has it. None keeps as many as take about a GiB, but 16 to 128.
         synchrony: What an update waits for: ``"exact"``, the gradients of all microbatches. Or :class:`adaptra.Local`, for
             slow links between sites, or :class:`adaptra.XOrder`, for the gradients of some replicas: what a model learns is
-            then another. See ``docs/design/synchrony.md``.
+            then another. ``pipe.take_synchrony`` and ``pipe.settle_synchrony`` change it later. See
+            ``docs/design/synchrony.md``.
 
     Raises:
         OptionError: An option is invalid; names it, the given value and the expected one.

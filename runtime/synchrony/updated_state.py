@@ -16,7 +16,7 @@ from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.control_store.stores import Connection
 from adaptra.runtime.data_parallel.sites import Sites
 from adaptra.runtime.exchange.state_transfer import Handover
-from adaptra.runtime.synchrony.kept_state import KeptState
+from adaptra.runtime.synchrony.served_state import ServedState
 from adaptra.runtime.synchrony.update_reports import Update
 
 
@@ -38,7 +38,7 @@ class UpdatedState:
         self._rounds = 0
         self._optimizer: torch.optim.Optimizer | None = None
         self._handles: list[RemovableHandle] = []
-        self._kept: KeptState | None = None
+        self._served: ServedState | None = None
         self._due: Update | None = None
         self._has_begun = False
 
@@ -84,39 +84,39 @@ class UpdatedState:
             )
 
     def take(self, source: int, update: int) -> Handover:
-        """Return the state of another replica after an update; raises as :meth:`.kept_state.KeptState.take`."""
-        assert self._kept is not None, "an optimizer is attached"
-        return self._kept.take(source, update)
+        """Return the state of another replica after an update; raises as :meth:`.served_state.ServedState.take`."""
+        assert self._served is not None, "an optimizer is attached"
+        return self._served.take(source, update)
 
     def expect(self, update: Update, taken: Handover | None) -> None:
         """Begin the change to the state after an update, from that of another replica if one was taken."""
-        assert self._kept is not None, "an optimizer is attached"
-        self._kept.change(update.number)
+        assert self._served is not None, "an optimizer is attached"
+        self._served.change(update.number)
         if taken is not None:
-            self._kept.replace_by(taken)
+            self._served.replace_by(taken)
         self._due, self._has_begun = update, True
 
     def keep(self) -> None:
         """Record that the state is that after the update."""
-        assert self._kept is not None, "an optimizer is attached"
+        assert self._served is not None, "an optimizer is attached"
         self._due = None
-        self._kept.keep()
+        self._served.keep()
 
     def close(self) -> None:
         """Follow no more steps. The optimizer can be used without the pipeline then."""
         self._remove_hooks()
-        if self._kept is not None:
-            self._kept.close()
+        if self._served is not None:
+            self._served.close()
         self._settings.close()
 
     def _begin(self) -> None:
         if self._optimizer is None or self._check is None:
             return
-        if self._kept is not None:
-            self._kept.close()
+        if self._served is not None:
+            self._served.close()
         store = under(f"round {self._rounds}", self._store)
-        self._kept = KeptState(self._parameters, self._optimizer, self._sites, store, self._check)
-        self._kept.keep()
+        self._served = ServedState(self._parameters, self._optimizer, self._sites, store, self._check)
+        self._served.keep()
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:

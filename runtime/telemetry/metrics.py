@@ -210,6 +210,7 @@ def _event(event: ControlEvent, rank: tuple[str, str]) -> Iterator[Sample]:
             | EventKind.EXCHANGED
             | EventKind.UPDATED
             | EventKind.MODE
+            | EventKind.TRIAL
             | EventKind.ROLES
             | EventKind.SPLIT
             | EventKind.COMPILED

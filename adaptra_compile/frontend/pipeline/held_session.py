@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
@@ -19,6 +20,7 @@ class HeldSession(ModuleMethods):
 
     _session: Session | None = None
     _losses: Tensor | None = None
+    _batches: Callable[[int, int], Any] | None = None
     _is_closed = False
     _group: tuple[int, Any] = 0, None
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
 import torch
 
+from adaptra.checks import is_list_of, is_whole
+from adaptra.errors import OptionError
 from adaptra.frontend.pipeline.attached_optimizer import given_or_attached
 from adaptra.frontend.pipeline.layout import LayoutMethods
+from adaptra.frontend.running.mode_trial import TrainingLoop
+from adaptra.planning.synchrony.modes import Apart, Local, XOrder
+from adaptra.planning.synchrony.trial import LEAST_ROUNDS, Trial
 from adaptra.runtime.options.stage_options import Synchrony
 
 
@@ -27,14 +36,101 @@ class SynchronyMethods(LayoutMethods):
         plan.
 
         Args:
-            mode: ``"exact"`` or ``adaptra.Local(...)``, as for ``Options(synchrony=…)``.
+            mode: ``"exact"``, ``adaptra.Local(...)`` or ``adaptra.XOrder(...)``, as for ``Options(synchrony=…)``.
             optimizer: The torch optimizer of all of this process's parameters; by default the one given to :meth:`attach`.
 
         Raises:
             OptionError: The job can't have this mode, or it does not fit the memory. Nothing changes, on no rank.
             StateError: A rank has a gradient, an optimizer of a part of the parameters, or was given another mode. Nothing
-                changes, on no rank. Sites with a quorum have exchanged what they have learnt.
+                changes, on no rank. Sites with a quorum, or in x-order, have exchanged what they have learnt. In x-order all
+                replicas have to have made as many steps.
             LaunchError, PeerLostError: A rank did not join or is lost. The pipeline has failed.
         """
         given = given_or_attached("take_synchrony", optimizer, self._optimizer)
         self._require().synchrony.take(mode, given, self._scaler, "take_synchrony")
+
+    def settle_synchrony(
+        self,
+        batches: Sequence[Any],
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        allow: Sequence[Apart],
+        rounds: int = 5,
+        update: Callable[[], None] | None = None,
+    ) -> Trial:
+        """Try modes of synchronisation from the state as it is, and go on with what takes off the most loss in a second.
+
+        All ranks call this between two steps, as :meth:`take_synchrony`. In each round every mode trains on the same batches,
+        for as many steps as the longest ``every`` of them, or 16 in x-order. The loss is that of these batches, by :meth:`eval_step`, before and
+        after. Seconds are those of the slowest rank. Another mode than exact goes on only if it was faster beyond chance, see
+        ``docs/design/synchrony.md``. All ranks take the same decision.
+
+        Then parameters, buffers, the optimizer, random numbers and the number of the next step are what they were. Where exact
+        goes on, later steps have the bits that they would have had. Local steps that ran before have ended, as by
+        :meth:`take_synchrony`.
+
+        Args:
+            batches: Batches of this replica, each what :meth:`step` takes: a tuple of inputs and targets, or a mapping of
+                keywords. After the last one they begin again. With fewer than all rounds need, the noise of data shows less.
+            optimizer: The torch optimizer of all of this process's parameters; by default the one given to :meth:`attach`.
+            allow: The modes to try beside exact.
+            rounds: The number of rounds, at least 3.
+            update: What your loop does after a step, such as clipping, the optimizer's step and ``zero_grad()``. By default the
+                optimizer's step, through :meth:`grad_scaler` if there is one, and ``zero_grad()``.
+
+        Returns:
+            The figures and the decision. Its text is that of the event ``trial``.
+
+        Raises:
+            OptionError: An argument is not valid, or the job can't have a mode.
+            StateError, LaunchError, PeerLostError: As :meth:`take_synchrony`.
+        """
+        stepping = given_or_attached("settle_synchrony", optimizer, self._optimizer)
+        session, losses = self._require(), self._losses
+        pipe: Any = self  # whose step and eval_step come with the batch's forms
+
+        def updated() -> None:
+            if self._scaler is None:
+                stepping.step()
+            else:
+                self._scaler.step(stepping)
+                self._scaler.update()
+            stepping.zero_grad()
+
+        loop = TrainingLoop(
+            lambda batch: _called(pipe.step, batch),
+            updated if update is None else update,
+            lambda batch: float(_called(pipe.eval_step, batch)),
+            batches,
+            stepping,
+            self._scaler,
+        )
+        check = partial(_check_trial, batches, allow, rounds, of_compile=self._batches is not None)
+        trial = session.trial("settle_synchrony").run(loop, allow, rounds, check)
+        self._losses = losses
+        return trial
+
+
+def _called(call: Callable[..., Any], batch: Any) -> Any:
+    return call(**batch) if isinstance(batch, Mapping) else call(*batch)
+
+
+def _check_trial(batches: Any, allow: Any, rounds: Any, *, of_compile: bool) -> None:
+    """Refuse arguments of a trial. ``of_compile`` says whether each step has its batch from a function.
+
+    Raises:
+        OptionError: Names the argument.
+    """
+    if of_compile:
+        raise OptionError(
+            "settle_synchrony: compile(batches=...) gives each step its batch: expected a pipeline whose steps are given theirs"
+        )
+    if not is_list_of(object, batches) or not batches or not all(isinstance(one, tuple | list | Mapping) for one in batches):
+        raise OptionError(
+            f"settle_synchrony: batches={batches!r:.80}: expected a list of batches, each a tuple of inputs and targets or a "
+            "mapping of keywords"
+        )
+    if not is_list_of(Local | XOrder, allow) or not allow:
+        raise OptionError(f"settle_synchrony: allow={allow!r}: expected a list of adaptra.Local(...) or adaptra.XOrder(...)")
+    if not is_whole(rounds) or rounds < LEAST_ROUNDS:
+        raise OptionError(f"settle_synchrony: rounds={rounds!r}: expected a whole number of at least {LEAST_ROUNDS}")

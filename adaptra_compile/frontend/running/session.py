@@ -10,6 +10,7 @@ from adaptra.frontend.running.batches import Batches
 from adaptra.frontend.running.held_state import HeldState
 from adaptra.frontend.running.hosted_batches import HostedBatches
 from adaptra.frontend.running.local_workers import LocalWorkers
+from adaptra.frontend.running.mode_trial import ModeTrial
 from adaptra.frontend.running.next_epoch import NextEpoch
 from adaptra.frontend.running.next_workers import NextWorkers
 from adaptra.frontend.running.reconfiguration import Reconfiguration
@@ -136,6 +137,10 @@ class Session:
         """Set the number of the next step of the training, on which random numbers depend."""
         for worker in self.workers:
             worker.numbers.steps_before = step - worker.numbers.next_step
+
+    def trial(self, call: str) -> ModeTrial:
+        """Return what tries modes of synchronisation for a method of the pipeline."""
+        return ModeTrial(self.local, self.synchrony, self.reduction, self._spec.options.timeout, call)
 
     def close(self) -> None:
         """End all workers. It may be called again."""

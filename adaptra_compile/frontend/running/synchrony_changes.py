@@ -63,12 +63,10 @@ class SynchronyChanges:
             scaler: Scales their gradients; None if none does.
             call: The method of the pipeline that the user has called.
         """
-        check_synchrony(mode)
-        refuse_autocast(call)
         local, launched = self._local, self._local.launched
         local.require_running()
         if launched.in_threads or launched.job.keeper is not None:  # which are exact as long as they run
-            self._following(mode)
+            self.following(mode)
             return
         before = local.synchrony
         if isinstance(before, XOrder) or (isinstance(before, Local) and before.quorum is not None):
@@ -76,9 +74,10 @@ class SynchronyChanges:
             self._exchange_all(call)
 
         def ready() -> tuple[tuple[World, PlannedPipeline], Consent]:
-            self._check(call, optimizer)
-            following = self._following(mode)
+            refuse_autocast(call)
+            following = self.following(mode)
             planned = self._spec.under(mode).within(following).planned(local.compiled)
+            self._check(call, optimizer)
             return (following, planned), Consent(alike=self._alike(mode, optimizer, scaler))
 
         following, planned = local.agreed(call, call, ready, self._spec.options.timeout)
@@ -104,12 +103,13 @@ class SynchronyChanges:
         self.last = f"from {mode_text(before)} to {mode_text(mode)} before step {step}, in {time.monotonic() - began:.2f} s"
         local.workers[0].controller.recorder.emit_now(EventKind.MODE, self.last)
 
-    def _following(self, mode: Synchrony) -> World:
+    def following(self, mode: Synchrony) -> World:
         """Return the world of a mode.
 
         Raises:
             OptionError: The job can't have it; says why.
         """
+        check_synchrony(mode)
         world, apart = self._local.launched.world, None if mode == EXACT else mode
         if apart is not None:
             check_apart(apart, self._spec.options, with_loss=self._local.compiled.with_loss)

@@ -56,6 +56,8 @@ class EventKind(Enum):
     MODE = "mode"
     """After ``step`` an update waits for something else. ``text`` says what the mode was and is, and how long the change took.
     """
+    TRIAL = "trial"
+    """Modes of synchronisation were tried after ``step``. ``text`` says which goes on, and the figures of each."""
     COORDINATES = "coordinates"
     """This rank coordinates from now on, in place of another."""
     RESIGNED = "resigned"

@@ -30,7 +30,7 @@ _HERE: Final = "here"
 _LEFT: Final = "left"
 
 
-class KeptState:
+class ServedState:
     """One rank's state, as it is between two steps of its optimizer. The thread that runs the steps uses it.
 
     It begins as the state before the first update.
@@ -64,7 +64,7 @@ class KeptState:
         self._asked: list[str] = []
         self._is_closed = False
         self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._serve, name="adaptra-kept-state", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="adaptra-served-state", daemon=True)
         self._thread.start()
 
     def keep(self) -> None:

@@ -1,0 +1,170 @@
+"""A trial of modes of synchronisation: steps of each from the same state, after which the job is as if there had been none."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any, Final
+
+import torch
+
+from adaptra.errors import OptionError, StateError
+from adaptra.frontend.running.kept_state import KeptState
+from adaptra.frontend.running.local_workers import LocalWorkers
+from adaptra.frontend.running.synchrony_changes import SynchronyChanges, mode_text
+from adaptra.planning.synchrony.modes import Apart, Local
+from adaptra.planning.synchrony.trial import Trial, TrialRound, TriedMode, choose
+from adaptra.runtime.control.plans.events import EventKind
+from adaptra.runtime.options.stage_options import EXACT, Synchrony
+from adaptra.runtime.reconfigure.consent import Consent
+from adaptra.runtime.worker.stages.loss_reduction import Reduction
+from adaptra.runtime.worker.worker import Worker
+
+_IN_ORDER: Final = 16
+"""Steps of a round of x-order, in which a replica that is a few times slower has some updates."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingLoop:
+    """What the user's own loop does, for a trial.
+
+    Attributes:
+        step: Runs one training step on a batch of this replica.
+        update: Steps the optimizer, and clears its gradients.
+        loss: Returns the loss of a batch in evaluation mode, that of this site's replicas.
+        batches: The batches of this replica.
+        optimizer: The optimizer.
+        scaler: Scales gradients; None if none does.
+    """
+
+    step: Callable[[Any], object]
+    update: Callable[[], None]
+    loss: Callable[[Any], float]
+    batches: Sequence[Any]
+    optimizer: torch.optim.Optimizer
+    scaler: torch.amp.GradScaler | None
+
+    def batches_of(self, number: int, steps: int) -> list[Any]:
+        """Return the batches of a round, which begin again after the last one."""
+        return [self.batches[(number * steps + step) % len(self.batches)] for step in range(steps)]
+
+
+class ModeTrial:
+    """Tries modes on the workers of this process, as all others do.
+
+    Args:
+        local: The workers of this process.
+        changes: Changes the mode.
+        reduction: How the losses of replicas are reduced.
+        timeout: Seconds to wait for other ranks.
+        call: The method of the pipeline that the user has called.
+    """
+
+    def __init__(self, local: LocalWorkers, changes: SynchronyChanges, reduction: Reduction, timeout: float, call: str) -> None:
+        self._local = local
+        self._changes = changes
+        self._reduction = reduction
+        self._timeout = timeout
+        self._call = call
+
+    def run(self, loop: TrainingLoop, allow: Sequence[Apart], rounds: int, check: Callable[[], None]) -> Trial:
+        """Try exact updates and the allowed modes, and go on with what takes off the most loss in a second.
+
+        The pipeline is as it was before, but for the mode. All ranks call it with the same modes.
+
+        Args:
+            loop: What the user's loop does.
+            allow: The modes beside exact.
+            rounds: The number of rounds.
+            check: Refuses what this process was given.
+
+        Raises:
+            OptionError, StateError: As :meth:`.synchrony_changes.SynchronyChanges.take`. Updates are exact then, and nothing
+                else has changed.
+        """
+        self._agree(loop, allow, rounds, check)
+        steps = max(one.every if isinstance(one, Local) else _IN_ORDER for one in allow)
+        self._take(EXACT, loop)
+        kept = self._local.agreed(self._call, self._call, lambda: (_kept(self._local, loop), Consent()), self._timeout)
+        modes: tuple[Synchrony, ...] = (EXACT, *allow)
+        try:
+            tried = [self._tried(mode, loop, kept, rounds, steps) for mode in modes]
+        except (OptionError, StateError):
+            if self._local.go_on:  # all ranks have refused a mode
+                self._take(EXACT, loop)
+            raise
+        # Each rank knows the same figures. The first one's decision holds, should another round a sum in another way.
+        chosen = int(self._tell(str(choose(tried)))[0])
+        self._take(EXACT, loop)  # so that the chosen mode begins at its own first step, also if it was the last one tried
+        self._take(modes[chosen], loop)
+        trial = Trial(tuple(tried), steps, chosen)
+        self._local.workers[0].controller.recorder.emit_now(EventKind.TRIAL, str(trial))
+        return trial
+
+    def _agree(self, loop: TrainingLoop, allow: Sequence[Apart], rounds: int, check: Callable[[], None]) -> None:
+        """Refuse a trial of modes that the job can't have, or for which ranks have different arguments."""
+
+        def ready() -> tuple[None, Consent]:
+            check()
+            for mode in allow:
+                self._changes.following(mode)
+            alike = ("allow", repr([*allow])), ("number of rounds", str(rounds)), ("number of batches", str(len(loop.batches)))
+            return None, Consent(alike=alike)
+
+        self._local.agreed(self._call, self._call, ready, self._timeout)
+
+    def _take(self, mode: Synchrony, loop: TrainingLoop) -> None:
+        self._changes.take(mode, loop.optimizer, loop.scaler, self._call)
+
+    def _tried(self, mode: Synchrony, loop: TrainingLoop, kept: KeptState, rounds: int, steps: int) -> TriedMode:
+        """Return the rounds of a mode. The state is the kept one before and after."""
+        self._take(mode, loop)
+        # The first step after a change takes longer, and a stage's exchanges come after a step: every so many have all of them.
+        loop.step(loop.batches[0])
+        self._go_back(kept)
+        own = [self._round(loop, loop.batches_of(number, steps), kept) for number in range(rounds)]
+        told = [json.loads(text) for text in self._tell(json.dumps(own))]
+        # A sum over all replicas is that over all sites.
+        factor = self._local.launched.world.sites if self._reduction is Reduction.SUM else 1
+        of_rounds = [
+            TrialRound(
+                max(rank[number][0] for rank in told),
+                factor * fmean(rank[number][1] for rank in told),
+                factor * fmean(rank[number][2] for rank in told),
+            )
+            for number in range(rounds)
+        ]
+        return TriedMode(mode_text(mode), tuple(of_rounds))
+
+    def _round(self, loop: TrainingLoop, batches: Sequence[Any], kept: KeptState) -> tuple[float, float, float]:
+        """Return the seconds of this rank's steps, and the loss before and after them."""
+        before = fmean(map(loop.loss, batches))
+        self._tell("")  # so that all ranks begin together
+        began = time.monotonic()
+        for batch in batches:
+            loop.step(batch)
+            with self._local.changing(self._call):
+                loop.update()
+        if self._local.launched.device.type == "cuda":
+            torch.cuda.synchronize(self._local.launched.device)
+        seconds = time.monotonic() - began
+        if self._local.launched.world.sites > 1:
+            self._local.on_every_rank(Worker.exchange, self._call)
+        after = fmean(map(loop.loss, batches))
+        self._go_back(kept)
+        return seconds, before, after
+
+    def _go_back(self, kept: KeptState) -> None:
+        kept.go_back()
+        self._local.on_every_rank(Worker.begin_exchanges, self._call)
+
+    def _tell(self, text: str) -> list[str]:
+        with self._local.called(self._call), self._local.changing(self._call):
+            return self._local.launched.tell("change", text, self._timeout, self._local.check)
+
+
+def _kept(local: LocalWorkers, loop: TrainingLoop) -> KeptState:
+    return KeptState(local, loop.optimizer, loop.scaler)
