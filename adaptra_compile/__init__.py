@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from adaptra.frontend.api import Pipeline, compile
     from adaptra.frontend.checkpoint_state import TrainingState
-    from adaptra.planning.synchrony.modes import Local, Outer, XOrder
+    from adaptra.planning.synchrony.modes import Local, Outer, Stealing, XOrder
     from adaptra.program import Kind, Op, Program
     from adaptra.program.schedules import GENERATORS, generate
     from adaptra.runtime.injection.emulation import EmulatedDevice
@@ -39,6 +39,7 @@ __all__ = [
     "Pipeline",
     "Program",
     "Reduce",
+    "Stealing",
     "Telemetry",
     "TrainingState",
     "XOrder",
@@ -62,6 +63,7 @@ _HOMES: Final = {
     "Pipeline": "adaptra.frontend.api",
     "Program": "adaptra.program",
     "Reduce": "adaptra.runtime.options.reduce_options",
+    "Stealing": "adaptra.planning.synchrony.modes",
     "Telemetry": "adaptra.runtime.telemetry.options",
     "TrainingState": "adaptra.frontend.checkpoint_state",
     "compile": "adaptra.frontend.api",

@@ -25,6 +25,7 @@ from adaptra.frontend.losses.batch_look import BatchLook, example_weights
 from adaptra.frontend.losses.rows_together import rows_together
 from adaptra.frontend.planned.site_memory import require_site_memory
 from adaptra.frontend.planned.stage_planning import PipelineSpec, PlannedPipeline
+from adaptra.frontend.planned.stealing import check_stealing
 from adaptra.frontend.planned.worker_factory import close_all, open_recorders, states_with_guests
 from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.running.session import Session
@@ -137,13 +138,16 @@ def _check_compiled(request: CompileArguments, planned: PlannedPipeline, launche
 
     Raises:
         OptionError: A parameter has a hook, or memory in common with another, where copies would become different. Or sites
-            can't update the model by themselves.
+            can't update the model by themselves, or replicas can't take microbatches from each other.
     """
     model, apart = request.whole_model, request.options.apart
     _refuse_hooked_copies(model, planned.compiled.copied(request.placed))
     if apart is not None and launched.world.sites > 1:
         smallest = min((one.element_size() for one in model.parameters()), default=4)
         require_site_memory(apart, planned, launched, launched.world, smallest, request.options.timeout)
+    if request.options.stealing is not None:
+        in_order = any(transport.contract.in_order for transport in launched.transports)
+        check_stealing(request.options.stealing, planned, launched.world, in_order=in_order)
     refuse_shared_memory(model, planned.compiled, request.placed, launched, is_empty=is_empty)
 
 

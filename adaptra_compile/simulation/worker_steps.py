@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
-from typing import Final
+from typing import Final, NamedTuple
 
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import USED_BY, other_end
@@ -20,6 +20,13 @@ Counts = tuple[tuple[int, int], ...]
 
 Waits = tuple[tuple[int, float], ...]
 """Waiting times by the worker whose messages were waited for, the longest first."""
+
+
+class Moved(NamedTuple):
+    """The microbatches that changed hands within a step, as :attr:`WorkerStep.taken` and :attr:`WorkerStep.given`."""
+
+    taken: Counts
+    given: Counts
 
 
 @dataclass(frozen=True, slots=True)

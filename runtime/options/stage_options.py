@@ -7,14 +7,14 @@ from typing import Any, Final, Literal
 
 from adaptra.checks import is_whole, require_flag, require_word
 from adaptra.errors import OptionError
-from adaptra.planning.synchrony.modes import Apart, Local, XOrder
+from adaptra.planning.synchrony.modes import Apart, Local, Stealing, XOrder
 from adaptra.runtime.options.rank_agreement import agreed, per_rank
 from adaptra.runtime.options.reduce_options import Reduce
 
 EXACT: Final = "exact"
 """The mode of synchronisation in which every update has the gradients of all microbatches."""
 
-Synchrony = Literal["exact"] | Local | XOrder
+Synchrony = Literal["exact"] | Stealing | Local | XOrder
 """What an update waits for in a running job."""
 
 
@@ -24,8 +24,8 @@ def check_synchrony(mode: Any) -> None:
     Raises:
         OptionError: It is none. The text shows it.
     """
-    if mode != EXACT and not isinstance(mode, Local | XOrder):
-        raise OptionError(f"synchrony={mode!r}: expected {EXACT!r}, adaptra.Local(...) or adaptra.XOrder(...)")
+    if mode != EXACT and not isinstance(mode, Stealing | Local | XOrder):
+        raise OptionError(f"synchrony={mode!r}: expected {EXACT!r}, adaptra.Stealing(...), Local(...) or XOrder(...)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +51,10 @@ class StageOptions:
             ``docs/design/numerics.md``.
         shapes: The number of shapes of batches that are kept compiled, beside the first one. The least recently used one goes
             first, and is compiled again when a batch has it. None keeps as many as take about a GiB, but 16 to 128.
-        synchrony: What an update waits for: ``"exact"``, the gradients of all microbatches. Or :class:`adaptra.Local`, for
-            slow links between sites, or :class:`adaptra.XOrder`, for the gradients of some replicas: what a model learns is
-            then another. ``pipe.take_synchrony`` and ``pipe.settle_synchrony`` change it later. See
-            ``docs/design/synchrony.md``.
+        synchrony: What an update waits for: ``"exact"``, the gradients of all microbatches. With :class:`adaptra.Stealing`
+            replicas help each other within a step, with the same bits. Or :class:`adaptra.Local`, for slow links between sites,
+            or :class:`adaptra.XOrder`, for the gradients of some replicas: what a model learns is then another.
+            ``pipe.take_synchrony`` and ``pipe.settle_synchrony`` change it later. See ``docs/design/synchrony.md``.
 
     Raises:
         OptionError: An option is invalid; names it, the given value and the expected one.
@@ -95,3 +95,8 @@ class StageOptions:
     def local(self) -> Local | None:
         """How sites exchange that take local steps; None in other modes."""
         return self.synchrony if isinstance(self.synchrony, Local) else None
+
+    @property
+    def stealing(self) -> Stealing | None:
+        """How many microbatches replicas take from each other within a step; None if they take none."""
+        return self.synchrony if isinstance(self.synchrony, Stealing) else None

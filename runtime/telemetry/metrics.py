@@ -211,6 +211,7 @@ def _event(event: ControlEvent, rank: tuple[str, str]) -> Iterator[Sample]:
             | EventKind.UPDATED
             | EventKind.MODE
             | EventKind.TRIAL
+            | EventKind.STOLEN
             | EventKind.ROLES
             | EventKind.SPLIT
             | EventKind.COMPILED

@@ -21,7 +21,7 @@ from adaptra.runtime.measuring.step_norms import StepNorms
 from adaptra.runtime.telemetry.recorder import Recorder
 from adaptra.runtime.telemetry.records import NormsTold, PathsChanged, Record, RunEnded, RunStarted, StepFailed, StepTaken
 from adaptra.simulation.timeline import Timeline
-from adaptra.simulation.worker_steps import WorkerStep, worker_step
+from adaptra.simulation.worker_steps import Moved, WorkerStep, worker_step
 
 if TYPE_CHECKING:
     from adaptra.runtime.transports.base import Transport
@@ -105,11 +105,11 @@ class RankTelemetry:
         self._version, self._agreed = plan.version, max(self._agreed, plan.version)
         self._plans.append((step, time.monotonic(), plan))
 
-    def end_step(self, measurement: StepMeasurement, records: StepRecords) -> None:
-        """Record that the rank has run the step that it began last."""
+    def end_step(self, measurement: StepMeasurement, records: StepRecords, moved: Moved | None = None) -> None:
+        """Record that the rank has run the step that it began last, with the microbatches that changed hands in it."""
         if self._recorder.follows_steps:
             _, _, plan = self._plans[-1]
-            self._recorder.record(partial(self._step, measurement, records, plan, self._predicted))
+            self._recorder.record(partial(self._step, measurement, records, plan, self._predicted, moved))
 
     def reduced(self, reduces: StepReduces) -> None:
         """Record REDUCE of a step on all ranks, which this rank has gathered."""
@@ -137,24 +137,29 @@ class RankTelemetry:
         record = RunEnded(self._rank, steps)
         self._recorder.record(lambda: (record,))
 
-    def _work(self, records: StepRecords, plan: Plan) -> WorkerStep:
+    def _work(self, records: StepRecords, plan: Plan, moved: Moved | None) -> WorkerStep:
         """Return what this rank did in a step, as a worker of the job."""
         worker_of = self._transport.worker_of
         timeline = merge_timelines(plan.program, [records], worker_of)
         worker, first = worker_of(self._rank), worker_of(0)
         if not plan.program.is_one_pipeline:
             return worker_step(timeline, worker)
-        found = worker_step(timeline, self._rank)
-        waits = tuple((worker_of(rank), seconds) for rank, seconds in found.waits)
-        return replace(found, worker=worker, replica=first // len(set(plan.case.placement)), waits=waits)
+        work = worker_step(timeline, self._rank)
+        waits = tuple((worker_of(rank), seconds) for rank, seconds in work.waits)
+        work = replace(work, worker=worker, replica=first // len(set(plan.case.placement)), waits=waits)
+        if moved is None:
+            return work
+        return replace(work, own=work.own - sum(dict(moved.taken).values()), taken=moved.taken, given=moved.given)
 
-    def _step(self, measurement: StepMeasurement, records: StepRecords, plan: Plan, predicted: float) -> Iterator[Record]:
+    def _step(
+        self, measurement: StepMeasurement, records: StepRecords, plan: Plan, predicted: float, moved: Moved | None
+    ) -> Iterator[Record]:
         nbytes: Counter[tuple[int, int]] = Counter()
         for message in records.messages:
             if message.replica is None:
                 nbytes[message.source, message.destination] += message.nbytes
         arrived = tuple(nbytes[edge.source, edge.destination] for edge in measurement.edges)
-        yield StepTaken(measurement, arrived, plan.version, predicted, self._work(records, plan), records)
+        yield StepTaken(measurement, arrived, plan.version, predicted, self._work(records, plan, moved), records)
         failures: Counter[tuple[int, int]] = Counter()
         changes: Counter[tuple[int, int]] = Counter()
         for counts in self._transport.path_counts():

@@ -107,6 +107,10 @@ class Purpose(Enum):
     """A part of the outputs beside the loss, when their step has ended."""
     SUM = "sum of weight gradients"
     """A stage's sums of all microbatches, for their home."""
+    SLOT = "slot"
+    """What a slot of a pipeline's program holds, for the ranks behind the first stage."""
+    STOLEN = "gradients of a stolen microbatch"
+    """The weight gradients of a microbatch that another replica has taken, for its home, with the last stage's results."""
 
 
 PURPOSE_OF: Final = {
@@ -125,7 +129,7 @@ _SENT_BY: Final = {purpose: kind for kind, purpose in PURPOSE_OF.items()}
 _OF_EACH_MICROBATCH: Final = frozenset(
     (
         *(Purpose.OUTPUT, Purpose.INPUT_GRADIENT, Purpose.SHARED_GRADIENT),
-        Purpose.RANK_GRADIENTS,
+        *(Purpose.RANK_GRADIENTS, Purpose.STOLEN),
     )
 )
 
@@ -182,8 +186,10 @@ class Identity:
                 return ChannelClass.BACKWARD if self.source < self.destination else ChannelClass.FORWARD
             case Purpose.TERM:
                 return ChannelClass.SUMS
-            case (Purpose.INPUT | Purpose.TARGET | Purpose.RESULT | Purpose.ACCUMULATOR | Purpose.SUM) | (
-                Purpose.BUFFERS | Purpose.RANK_GRADIENTS | Purpose.RANK_SUMS | Purpose.RATE_PROBE
+            case (
+                (Purpose.INPUT | Purpose.TARGET | Purpose.RESULT | Purpose.ACCUMULATOR | Purpose.SUM)
+                | (Purpose.BUFFERS | Purpose.RANK_GRADIENTS | Purpose.RANK_SUMS | Purpose.RATE_PROBE)
+                | (Purpose.SLOT | Purpose.STOLEN)
             ):
                 # Between ranks with several stages, activations go both ways.
                 return ChannelClass.BULK
@@ -346,7 +352,8 @@ class Transport(ABC):
             source_rank: Another rank.
             identity: The message's identity.
             into: Host memory for the message's only tensor, contiguous, which is filled at the end of :meth:`Pending.wait`.
-                Such a message takes no buffer of the pool and is not released.
+                Such a message takes no buffer of the pool and is not released. Its bytes are those of a flat buffer, as
+                :func:`.message_format.flat_bytes` returns them, unless it is a part of a sum.
 
         Raises:
             TransportError: There is no such rank, or the transport was aborted or closed.

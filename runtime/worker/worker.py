@@ -54,6 +54,7 @@ from adaptra.runtime.worker.call_numbers import CallNumbers
 from adaptra.runtime.worker.last_steps import LastSteps, RunStep
 from adaptra.runtime.worker.rank_values import RankValues
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
+from adaptra.runtime.worker.stages.stolen_microbatches import StolenMicrobatches
 from adaptra.runtime.worker.step.rank_context import RankContext
 from adaptra.runtime.worker.step.rank_programs import RankPrograms
 from adaptra.runtime.worker.step.receive_pool import by_worker
@@ -188,10 +189,23 @@ class Worker:
             self.monitor.begin_step()
             started = time.monotonic()
             self.failures.at(step, Moment.BEGIN)
-            certificate = self._parts.run(executor, step, inputs, targets, loss_scale, self.numbers.steps_before, of, outputs)
+            before = self.numbers.steps_before
+            certificate = self._parts.run(executor, step, inputs, targets, loss_scale, before, of, outputs, asks=with_outputs)
+            self._tell_stolen()
             measurement = self.monitor.end_step(step, started, time.monotonic(), of.shape.code)
         self.last.run = RunStep(certificate, measurement, of, goes_home)
         return certificate.losses, self._whole(step, outputs, executor.program, to_all=to_all)
+
+    def _tell_stolen(self) -> None:
+        """Tell what others have computed for this replica in the step that has run."""
+        stealing = self._parts.stealing
+        if stealing is not None and stealing.told is not None and 0 in self._parts.factory.own:
+            self.controller.recorder.emit_now(EventKind.STOLEN, stealing.told)
+
+    @property
+    def stealing(self) -> StolenMicrobatches | None:
+        """What replicas compute for each other within a step; None where they don't."""
+        return self._parts.stealing
 
     def _exchange(self, *, all_now: bool = False) -> None:
         """Exchange with other sites what is due at the begin of a step, or all that there is."""
@@ -263,7 +277,8 @@ class Worker:
             if not self.controller.coordinates:
                 self.last.reduces = own_reduce(step.measurement)
             self.controller.report(comparable)
-            self._telemetry.end_step(step.measurement, self.monitor.kept[-1])
+            moved = None if self._parts.stealing is None else self._parts.stealing.moved
+            self._telemetry.end_step(step.measurement, self.monitor.kept[-1], moved)
             self._tell_norms(step)
 
     def _tell_norms(self, step: RunStep) -> None:

@@ -17,12 +17,13 @@ from adaptra.frontend.arguments.mesh import describe_mesh, roles_of
 from adaptra.frontend.arguments.placing import STRAIGHT, Placement, placed_on
 from adaptra.frontend.arguments.wrapped_models import refuse_wrapped
 from adaptra.graph.inner_compiler import EAGER, check_inner
-from adaptra.planning.synchrony.modes import Apart
+from adaptra.planning.synchrony.modes import Stealing
 from adaptra.program import Program
 from adaptra.program.roles import Roles
 from adaptra.runtime.injection.faults import Fault
 from adaptra.runtime.options import Options
 from adaptra.runtime.options.rank_agreement import agreed, agreed_values, each_field
+from adaptra.runtime.options.stage_options import EXACT, Synchrony
 from adaptra.runtime.transports.registry import is_built_in, transport_names
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
 from adaptra.runtime.world.world import Survival
@@ -108,8 +109,7 @@ class CompileArguments:
             raise OptionError(
                 "survive=True with lossy_bf16='slow', where each replica plans which messages round: expected True or False"
             )
-        if options.apart is not None:
-            check_apart(options.apart, options, with_loss=self.with_loss)
+        check_synchronised(options.synchrony, options, with_loss=self.with_loss)
         self._check_edges()
         check_inner(options.inner)
         weights: Any = self.weights
@@ -239,11 +239,11 @@ def check_split(split: Any) -> None:
         raise OptionError(f"split={split!r}: expected a list of module names, one for every stage but the first")
 
 
-def check_apart(apart: Apart, options: Options, *, with_loss: bool) -> None:
-    """Refuse a mode in which sites update by themselves beside options that it can't be had with.
+def check_synchronised(mode: Synchrony, options: Options, *, with_loss: bool) -> None:
+    """Refuse a mode of synchronisation beside options that it can't be had with.
 
     Args:
-        apart: The mode.
+        mode: The mode.
         options: The options.
         with_loss: Whether the function that is compiled returns its loss.
 
@@ -251,17 +251,29 @@ def check_apart(apart: Apart, options: Options, *, with_loss: bool) -> None:
         OptionError: The text names what it can't be had with.
     """
     schedule: Any = options.schedule
-    reasons = {
+    is_routed = isinstance(schedule, Program) and not schedule.is_one_pipeline
+    no_loss = not with_loss, "a model whose loss adaptra.compile knows"
+    of_sites = {
         "survive=True": (options.survive, "a job without it, as a lost site takes along what it has learnt"),
-        "a function that returns no loss": (not with_loss, "a model whose loss adaptra.compile knows"),
+        "a function that returns no loss": no_loss,
+        "a schedule of several replicas": (is_routed, "one of a single pipeline, as sites compute nothing for each other"),
+    }
+    of_thieves = {
+        "survive=True": (options.survive, "a job without it, as a step that is done again may be shared otherwise"),
+        "a function that returns no loss": no_loss,
+        "lossy_bf16='slow'": (
+            options.lossy_bf16 == "slow",
+            "True or False, as each replica plans which messages round, and others' microbatches would round otherwise",
+        ),
         "a schedule of several replicas": (
-            isinstance(schedule, Program) and not schedule.is_one_pipeline,
-            "one of a single pipeline, as sites compute nothing for each other",
+            is_routed,
+            "one of a single pipeline, as it is decided in each step who computes what",
         ),
     }
+    reasons = of_thieves if isinstance(mode, Stealing) else {} if mode == EXACT else of_sites
     for what, (holds, expected) in reasons.items():
         if holds:
-            raise OptionError(f"synchrony={apart} with {what}: expected {expected}")
+            raise OptionError(f"synchrony={mode} with {what}: expected {expected}")
 
 
 def _is_list(model: object) -> bool:

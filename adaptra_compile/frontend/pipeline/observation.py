@@ -103,17 +103,18 @@ class ObservationMethods(HeldSession):
 
         With several replicas the text says which microbatches no other replica would compute, and why. With
         ``Reduce(algorithm="auto")`` or a sharded optimizer it says how gradients are added, and why. With ``adaptra.Local``
-        it says how sites exchange, and how often they have; with ``adaptra.XOrder`` how far this replica is. The last change of
-        synchronisation is named. It ends with the last measured REDUCE, see :attr:`reduces`, and the noise scale where it is
-        measured, see :attr:`noise_scales`.
+        it says how sites exchange, and how often they have; with ``adaptra.XOrder`` how far this replica is; with
+        ``adaptra.Stealing`` how many microbatches have changed hands. The last change of synchronisation is named. It ends with
+        the last measured REDUCE, see :attr:`reduces`, and the noise scale where it is measured, see :attr:`noise_scales`.
         """
         alone = "".join(f"{line}\n" for line in self._require().alone)
         measured = "".join(f"last measured REDUCE, {one}\n" for one in self.reduces)
         how = self._require().workers[0].how_gradients_are_added
         chosen = "" if how is None else f"gradients of this rank: {how}\n"
         noise = "".join(f"noise scale of this rank's gradients: {one}\n" for one in self.noise_scales)
-        apart, changed = self._require().workers[0].apart, self._require().synchrony.last
-        sites = ("" if changed is None else f"synchrony: {changed}\n") + ("" if apart is None else f"{apart}\n")
+        worker, changed = self._require().workers[0], self._require().synchrony.last
+        sites = "" if changed is None else f"synchrony: {changed}\n"
+        sites += "".join(f"{mode}\n" for mode in (worker.apart, worker.stealing) if mode is not None)
         return self._explain_plan(equations) + alone + sites + chosen + measured + noise
 
     @property

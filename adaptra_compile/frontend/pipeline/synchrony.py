@@ -61,9 +61,9 @@ class SynchronyMethods(LayoutMethods):
         """Try modes of synchronisation from the state as it is, and go on with what takes off the most loss in a second.
 
         All ranks call this between two steps, as :meth:`take_synchrony`. In each round every mode trains on the same batches,
-        for as many steps as the longest ``every`` of them, or 16 in x-order. The loss is that of these batches, by :meth:`eval_step`, before and
-        after. Seconds are those of the slowest rank. Another mode than exact goes on only if it was faster beyond chance, see
-        ``docs/design/synchrony.md``. All ranks take the same decision.
+        for as many steps as the longest ``every`` of them, or 16 in x-order. The loss is that of these batches, by
+        :meth:`eval_step`, before and after. Seconds are those of the slowest rank. Another mode than exact goes on only if it
+        was faster beyond chance, see ``docs/design/synchrony.md``. All ranks take the same decision.
 
         Then parameters, buffers, the optimizer, random numbers and the number of the next step are what they were. Where exact
         goes on, later steps have the bits that they would have had. Local steps that ran before have ended, as by

@@ -13,13 +13,13 @@ from typing import Any, Final
 import torch
 
 from adaptra.errors import OptionError, StateError
-from adaptra.frontend.arguments.arguments import check_apart
+from adaptra.frontend.arguments.arguments import check_synchronised
 from adaptra.frontend.planned.site_memory import require_site_memory
 from adaptra.frontend.planned.stage_planning import PipelineSpec, PlannedPipeline
 from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.running.next_workers import NextWorkers
 from adaptra.graph.ops.autocast import refuse_autocast
-from adaptra.planning.synchrony.modes import Local, XOrder
+from adaptra.planning.synchrony.modes import Local, Stealing, XOrder
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.control_store.digest_tree import children_of, parent_of
 from adaptra.runtime.exchange.state_transfer import STATE, Handover, check_movable, gather_state, receive, send, set_state
@@ -110,10 +110,14 @@ class SynchronyChanges:
             OptionError: The job can't have it; says why.
         """
         check_synchrony(mode)
-        world, apart = self._local.launched.world, None if mode == EXACT else mode
-        if apart is not None:
-            check_apart(apart, self._spec.options, with_loss=self._local.compiled.with_loss)
-        return world.followed_by(sites=sites_of(world, apart))
+        if isinstance(mode, Stealing):
+            raise OptionError(
+                f"synchrony={mode} in a running job: expected {EXACT!r}, adaptra.Local(...) or adaptra.XOrder(...), as the "
+                "programs of a job that steals are planned with it"
+            )
+        world = self._local.launched.world
+        check_synchronised(mode, self._spec.options, with_loss=self._local.compiled.with_loss)
+        return world.followed_by(sites=sites_of(world, None if mode == EXACT else mode))
 
     def _check(self, call: str, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a change in this process's state.

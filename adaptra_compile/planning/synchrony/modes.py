@@ -93,6 +93,30 @@ class Deadline:
 
 
 @known_keywords
+@dataclass(frozen=True, slots=True)
+class Stealing:
+    """Replicas that are done take microbatches that others have not begun, within the step. Every bit is as in ``"exact"``.
+
+    Attributes:
+        most: The most microbatches that a replica takes in a step. The weight gradients of each are kept until its own program
+            has ended. None: half as many as it has itself.
+
+    Raises:
+        OptionError: A value is out of range; names it.
+    """
+
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.most is not None and not (is_whole(self.most) and self.most >= 1):
+            raise OptionError(f"Stealing: most={self.most!r}: expected a whole number of at least 1, or None")
+
+    def of(self, microbatches: int) -> int:
+        """Return the most microbatches that a replica with so many takes."""
+        return max(1, microbatches // 2) if self.most is None else self.most
+
+
+@known_keywords
 @dataclass(frozen=True, kw_only=True)
 class Outer:
     """The optimizer that takes what sites have learnt for a gradient: SGD, as ``torch.optim.SGD``.

@@ -58,6 +58,10 @@ class EventKind(Enum):
     """
     TRIAL = "trial"
     """Modes of synchronisation were tried after ``step``. ``text`` says which goes on, and the figures of each."""
+    STOLEN = "stolen"
+    """In the step that has just run, others have computed microbatches that this replica had not begun; ``text`` says which,
+    and who. Of the first stage's rank alone.
+    """
     COORDINATES = "coordinates"
     """This rank coordinates from now on, in place of another."""
     RESIGNED = "resigned"

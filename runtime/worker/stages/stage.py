@@ -152,10 +152,17 @@ class TrainingStage:
         saved = self._saved.pop(microbatch)
         if self._in_turn is not None and microbatch == self._root.microbatches - 1:
             self._in_turn(saved, self._taking(microbatch, computed))
+            self._gradients.end_microbatch(self._stage.index, microbatch)
         else:
-            gradients = self._stage.run_weight_grad(saved)
-            for name, gradient, fresh in zip(self._stage.contributions, gradients, self._stage.fresh_gradients, strict=True):
-                self._gradients.add(self._stage.index, name, microbatch, gradient, fresh=fresh)
+            self._add(microbatch, self._stage.run_weight_grad(saved), self._stage.fresh_gradients)
+
+    def add_from_elsewhere(self, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
+        """Add the weight gradients of a microbatch that another worker has computed, as if W had done so here."""
+        self._add(microbatch, gradients, (False,) * len(gradients))
+
+    def _add(self, microbatch: int, gradients: Sequence[Tensor | None], fresh: Sequence[bool]) -> None:
+        for name, gradient, is_fresh in zip(self._stage.contributions, gradients, fresh, strict=True):
+            self._gradients.add(self._stage.index, name, microbatch, gradient, fresh=is_fresh)
         self._gradients.end_microbatch(self._stage.index, microbatch)
 
     def _taking(self, microbatch: int, computed: Callable[[float], None]) -> Take:

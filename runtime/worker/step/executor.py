@@ -30,7 +30,7 @@ from adaptra.runtime.worker.step.program_messages import ProgramMessages
 
 
 @dataclass(slots=True)
-class _Step:
+class ExecutedStep:
     """What one step is given and what it has found; see :meth:`Executor.run`.
 
     Attributes:
@@ -140,7 +140,8 @@ class Executor:
             Exception: An error of the user's model, with a note of rank, op and step.
         """
         others = set(range(self.program.replicas)) - {self._home}
-        now = _Step(step, inputs, targets, on_message, on_results, asks, on_asked, others)
+        now = ExecutedStep(step, inputs, targets, on_message, on_results, asks, on_asked, others)
+        self._begin()
         self._messages.begin_step(step)
         self._monitor.ready(self._mark())
         for op in self._order:
@@ -153,7 +154,15 @@ class Executor:
             self._messages.use_at_end(receive, partial(self._end, now, receive))
         return now.results
 
-    def _execute(self, op: Op, now: _Step) -> None:
+    def _begin(self) -> None:
+        """Begin a step, in executors that keep anything of it."""
+
+    @property
+    def _count(self) -> int:
+        """The number of microbatches of each replica."""
+        return self.program.microbatches
+
+    def _execute(self, op: Op, now: ExecutedStep) -> None:
         stage, microbatch = op.stage, op.microbatch
         match op.kind:
             case Kind.F:
@@ -163,7 +172,8 @@ class Executor:
                 if op.kind is Kind.B:
                     self._take_over_sums(op)
                 with self._timed(op, now.number) as started:
-                    grad_inputs = self._stages[op.replica, stage].input_grad(microbatch, grad_outputs)
+                    computing, of_stage = self._computing(op)
+                    grad_inputs = computing.input_grad(of_stage, grad_outputs)
                     if op.kind is Kind.B:
                         self._weight_grad(op, now.number, started)
                 if stage > 0:
@@ -191,18 +201,23 @@ class Executor:
             case Kind.REDUCE | Kind.STEP:
                 pass  # the worker adds up gradients when its order has ended, and the user's optimizer makes the update
 
-    def _forward(self, op: Op, now: _Step) -> None:
+    def _forward(self, op: Op, now: ExecutedStep) -> None:
         inputs = self._inputs_of(op, now) if op.stage == 0 else self._take(op, -1, now)
         wanted = self._targets_of(op, now) if op.stage == self._last else ()
         buffers = self._messages.take_if_sent(Kind.RECV_BUFFERS, op)
         if buffers is not None:
             self._stages[op.replica, op.stage].take_over_buffers(buffers)
         with self._timed(op, now.number):
-            outputs = self._stages[op.replica, op.stage].forward(now.number, op.microbatch, inputs, wanted)
+            stage, microbatch = self._computing(op)
+            outputs = stage.forward(now.number, microbatch, inputs, wanted)
         if op.stage == self._last and op.replica == self._home:
             self._found(now, op.microbatch, outputs)
         else:
             self._values[op] = outputs
+
+    def _computing(self, op: Op) -> tuple[Stage, int]:
+        """Return the stage that computes an op, and the number of the op's microbatch in its replica."""
+        return self._stages[op.replica, op.stage], op.microbatch
 
     def _sent(self, op: Op) -> tuple[Tensor, ...]:
         """Return what a send carries away."""
@@ -217,7 +232,7 @@ class Executor:
         is_behind = op.kind is Kind.RECV_BUFFERS and op.microbatch == self.program.microbatches
         return is_behind or op.kind in (Kind.RECV_RESULT, Kind.RECV_SUM)
 
-    def _end(self, now: _Step, receive: Op, tensors: tuple[Tensor, ...]) -> None:
+    def _end(self, now: ExecutedStep, receive: Op, tensors: tuple[Tensor, ...]) -> None:
         """Take what a worker of another replica has computed for this rank."""
         if receive.kind is Kind.RECV_SUM:
             self._stages[receive.replica, receive.stage].take_over(tensors)
@@ -228,8 +243,8 @@ class Executor:
 
     def _weight_grad(self, op: Op, step: int, at: float) -> None:
         """Run W, or the W of a B. An emulated device computes its gradients one after the other too."""
-        stage = self._stages[op.replica, op.stage]
-        stage.weight_grad(op.microbatch, lambda share: self._pacing.pad_part(op.stage, op.kind, step, at, share))
+        stage, microbatch = self._computing(op)
+        stage.weight_grad(microbatch, lambda share: self._pacing.pad_part(op.stage, op.kind, step, at, share))
 
     @contextmanager
     def _timed(self, op: Op, step: int) -> Generator[float]:
@@ -250,12 +265,12 @@ class Executor:
         if sums is not None:
             self._stages[op.replica, op.stage].take_over(sums)
 
-    def _inputs_of(self, op: Op, now: _Step) -> Sequence[Tensor]:
+    def _inputs_of(self, op: Op, now: ExecutedStep) -> Sequence[Tensor]:
         """Return an F's inputs: of this rank's replica, or from another one."""
         sent = self._messages.take_if_sent(Kind.RECV_INPUT, op)
         return now.inputs[op.microbatch] if sent is None else sent
 
-    def _targets_of(self, op: Op, now: _Step) -> Sequence[Tensor]:
+    def _targets_of(self, op: Op, now: ExecutedStep) -> Sequence[Tensor]:
         """Return an F's targets, once it is known whether another replica asks for outputs."""
         sent = self._messages.take_if_sent(Kind.RECV_TARGET, op)
         if sent is None:
@@ -267,13 +282,13 @@ class Executor:
                 now.on_asked(op.replica)
         return targets
 
-    def _found(self, now: _Step, microbatch: int, results: tuple[Tensor, ...]) -> None:
+    def _found(self, now: ExecutedStep, microbatch: int, results: tuple[Tensor, ...]) -> None:
         """Take the results of a microbatch of this rank's replica."""
         now.results[microbatch] = results
-        if now.on_results is not None and len(now.results) == self.program.microbatches:
+        if now.on_results is not None and len(now.results) == self._count:
             now.on_results(now.results)
 
-    def _take(self, op: Op, offset: int, now: _Step) -> tuple[Tensor, ...]:
+    def _take(self, op: Op, offset: int, now: ExecutedStep) -> tuple[Tensor, ...]:
         """Return the neighbouring stage's result for ``op``: from this rank if it was computed here, else from its message."""
         neighbour = op.stage + offset
         if self.program.holder(op.replica, neighbour, op.microbatch) == self._rank:

@@ -79,6 +79,7 @@ class ProgramMessages:
         timeout: Seconds an op waits for a message before the step fails.
         mark: The present time on this rank's device, as :meth:`adaptra.runtime.devices.device_clock.OpClock.mark`.
         shape: The code of the batch's shape, which both sides of a message compare.
+        ends_early: Whether the last messages of the program may be left out, so that none tells of the next step's.
 
     Attributes:
         heard: The stages from which messages of this rank's replica come.
@@ -95,6 +96,8 @@ class ProgramMessages:
         timeout: float,
         mark: Callable[[], Mark],
         shape: int = 0,
+        *,
+        ends_early: bool = False,
     ) -> None:
         order = program.orders[transport.rank]
         self._program = program
@@ -110,7 +113,7 @@ class ProgramMessages:
         self._receives: dict[Op, Pending] = {}
         self._kept: dict[tuple[int, int, int], list[Pending]] = {}
         self.heard = frozenset(peer_stage(receive) for receive in self._taken_by(order) if self._is_at_home(receive))
-        self._preposted_after = self._preposting(order)
+        self._preposted_after = {} if ends_early else self._preposting(order)
         self.receive_counts = self._receive_counts(order)
 
     def make_ready(self) -> None:

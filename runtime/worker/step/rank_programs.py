@@ -15,6 +15,7 @@ from adaptra.planning.check_memory import check_memory
 from adaptra.planning.least_memory import plan_least_memory
 from adaptra.planning.planner import plan as search
 from adaptra.program import Program
+from adaptra.program.open_tail import open_tail
 from adaptra.program.schedules import forward_only
 from adaptra.program.verify_messages import verify_messages
 from adaptra.runtime.control.plans.plan import Plan
@@ -22,6 +23,7 @@ from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
 from adaptra.runtime.worker.step.executor import Executor
 from adaptra.runtime.worker.step.lowering import Lowering
+from adaptra.runtime.worker.step.open_executor import OpenExecutor, OpenTail
 from adaptra.runtime.worker.step.program_messages import BatchShapes, MessageShapes, ProgramMessages
 from adaptra.runtime.worker.step.rank_context import RankContext
 from adaptra.runtime.worker.step.receive_pool import ReceivePool, by_worker
@@ -89,8 +91,12 @@ class RankPrograms:
 
         Raises:
             PlanError: The plan holds more activations than this job allows.
+            InvalidProgramError: Others' microbatches can't follow those of its program.
         """
-        check_memory(f"plan {plan.version}", plan.program, self._initial.case.cost)
+        ordered = self._ordered(plan.program, FIRST)
+        if ordered is not plan.program:
+            verify_whole(ordered)
+        check_memory(f"plan {plan.version}", ordered, self._initial.case.cost)
         for number, of in list(self._shapes.items()):
             if of.shape.trains:
                 self._prepared[plan.version, number] = self._made_for(plan, number)
@@ -180,24 +186,23 @@ class RankPrograms:
         stages: Mapping[tuple[int, int], ForwardStage],
         shapes: Sequence[MessageShapes],
         code: int,
+        *,
+        is_open: bool = False,
     ) -> Executor:
         context = self._context
         carrier = self._carrier_of(lowered)
         first, last = self._compiled.train[0], self._compiled.train[-1]
         batch = BatchShapes(first.inputs, last.targets, last.outputs)
         timeout = context.options.timeout
-        messages = ProgramMessages(lowered, shapes, batch, carrier, context.monitor, timeout, context.clock.mark, code)
-        return Executor(
-            lowered,
-            carrier.rank,
-            stages,
-            messages,
-            context.pacing,
-            context.monitor,
-            context.clock.mark,
-            context.turns,
-            context.failures,
-        )
+        mark, told = context.clock.mark, context.monitor
+        messages = ProgramMessages(lowered, shapes, batch, carrier, told, timeout, mark, code, ends_early=is_open)
+        beside = context.pacing, told, mark, context.turns, context.failures
+        stealing = self._parts.stealing
+        if not is_open or stealing is None:
+            return Executor(lowered, carrier.rank, stages, messages, *beside)
+        executor = OpenExecutor(lowered, carrier.rank, stages, messages, *beside)
+        executor.follow(OpenTail(stealing, self._initial.program.microbatches))
+        return executor
 
     def _reserve(self, executor: Executor, number: int) -> None:
         if not executor.program.is_one_pipeline:
@@ -206,7 +211,8 @@ class RankPrograms:
         counts = Counter(executor.receive_counts)
         if number not in (FIRST, _HOME):  # the losses of the first shape are always reserved
             counts += self._shapes[number].losses.receive_counts()
-        self.buffers.grow(by_worker(self._context.transport, counts), number)
+        others = Counter() if self._parts.stealing is None else self._parts.stealing.receive_counts()
+        self.buffers.grow(by_worker(self._context.transport, counts) + others, number)
 
     @cached_property
     def _at_home(self) -> Program:
@@ -236,11 +242,18 @@ class RankPrograms:
         if number not in (FIRST, _HOME):
             stages = {(0, stage): one for stage, one in of.stages.items()}
         messages = self._messages(plan, of.shape)
-        lowered = self._lowering.of_plan(plan, program, self._carrier_of(program).rank)
-        executor = self._executor(lowered, stages, messages, of.shape.code)
+        lowered = self._lowering.of_plan(plan, self._ordered(program, number), self._carrier_of(program).rank)
+        executor = self._executor(lowered, stages, messages, of.shape.code, is_open=number == FIRST)
         if self._context.device.type == "cuda":
             executor.make_ready()
         return _Runnable(plan.version, number, program, executor)
+
+    def _ordered(self, program: Program, number: int) -> Program:
+        """Return the program that runs for a program of a shape: with an open tail where others' microbatches may follow."""
+        stealing = self._context.options.stealing
+        if stealing is None or self._parts.stealing is None or number != FIRST:
+            return program
+        return open_tail(program, stealing.of(program.microbatches))
 
     def _messages(self, plan: Plan, shape: StepShape) -> list[MessageShapes]:
         def of(compiled: CompiledStages) -> list[MessageShapes]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, cast
 
 from torch import Tensor
 
@@ -23,18 +23,24 @@ from adaptra.runtime.outputs.step_outputs import StepOutputs
 from adaptra.runtime.step_messages.gradient_norms import GradientNorms, counted_on
 from adaptra.runtime.step_messages.probes import Probes
 from adaptra.runtime.step_messages.shared_gradients import Gradients, SharedParameter
+from adaptra.runtime.synchrony.claims import Claims
 from adaptra.runtime.synchrony.local_steps import LocalSteps
+from adaptra.runtime.synchrony.shared_batch import SharedBatch
+from adaptra.runtime.synchrony.slots import ClaimedSlots, ToldSlots
+from adaptra.runtime.transports.base import Purpose
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
-from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
+from adaptra.runtime.worker.stages.stage import ForwardStage, Stage, TrainingStage
+from adaptra.runtime.worker.stages.stolen_microbatches import StolenMicrobatches, StolenParts
 from adaptra.runtime.worker.step.executor import Executor
 from adaptra.runtime.worker.step.foreign_stages import ForeignStages
 from adaptra.runtime.worker.step.rank_context import RankContext
 from adaptra.runtime.worker.step.receive_pool import by_worker
 from adaptra.runtime.worker.step.replica_losses import ReplicaLosses
-from adaptra.runtime.worker.step.shapes import RankShape, StepShape
+from adaptra.runtime.worker.step.shapes import FIRST, RankShape, StepShape
 from adaptra.runtime.worker.step.stage_factory import StageFactory, message_bytes
 from adaptra.runtime.worker.step.step_end import AllAtOnce, Certificate, Contribution, StepEnd
 from adaptra.runtime.worker.step.x_order import XOrderSteps
+from adaptra.runtime.world.world import WorkerId
 
 Batch = Sequence[Sequence[Tensor]]
 """The tensors of a step, per microbatch."""
@@ -61,6 +67,7 @@ class StepParts:
         local: The exchanges between sites that take local steps; None in other modes.
         order: The updates in x-order; None in other modes.
         first: What of this rank depends on the shape of the compilation.
+        stealing: What this rank computes for other replicas within a step, and they for it; None where they don't.
     """
 
     def __init__(
@@ -107,12 +114,15 @@ class StepParts:
         )
         self.first: Final = self.factory.first()
         self._foreign = ForeignStages(self.factory, context, shared)
+        self.stealing: Final = self._stealing(microbatches)
 
     def close(self) -> None:
         """End the sum over replicas, and the exchanges between sites. There is no later step."""
         self.end.close()
         if self.local is not None:
             self.local.close()
+        if self.stealing is not None:
+            self.stealing.close()
 
     def shard(self, shards: Shards) -> None:
         """Let parameters have owners from the next step on."""
@@ -149,7 +159,8 @@ class StepParts:
         message.
         """
         senders = (self.gradients, self.first.losses, self._probes, self.norms)
-        return sum((Counter(each.receive_counts()) for each in senders), Counter())
+        slots = Counter({} if self.stealing is None else self.stealing.slots.receive_counts())
+        return sum((Counter(each.receive_counts()) for each in senders), slots)
 
     def run(
         self,
@@ -161,6 +172,8 @@ class StepParts:
         steps_before: int,
         shape: RankShape,
         outputs: dict[int, StepOutputs],
+        *,
+        asks: bool,
     ) -> Certificate:
         """Run a training step up to what fills ``grad``: see :meth:`.step_end.StepEnd.commit`.
 
@@ -173,6 +186,7 @@ class StepParts:
             shape: The shape of the batch.
             outputs: By replica, take the model's outputs on the rank of the last stage. Other replicas are added that ask for
                 outputs of their microbatches.
+            asks: Whether the model's outputs are wanted of this replica, whichever rank has them.
 
         Returns:
             What the gradients are made of. Its losses have the shape (microbatches,), on every rank. If weighted it is
@@ -191,8 +205,11 @@ class StepParts:
         self.buffers.begin()
         self._begin_stages(shape.stages, outputs, loss_scale, steps_before)
         self._foreign.begin_step(step, program, self.end.sums, loss_scale, steps_before)
+        if self.stealing is not None:
+            is_open = shape.shape.number == FIRST and not asks
+            self.stealing.begin_step(step, inputs, targets, loss_scale, steps_before, is_open=is_open)
         with self.end.adding():
-            executor.run(
+            results = executor.run(
                 step,
                 inputs,
                 targets,
@@ -201,6 +218,8 @@ class StepParts:
                 asks=replica in outputs,
                 on_asked=keep_for,
             )
+            if self.stealing is not None and self.stealing.end_step(results):
+                shape.losses.send(results)
             self.gradients.end_step()
             self.buffers.end()
         self._context.failures.at(step, Moment.REDUCE)
@@ -283,6 +302,39 @@ class StepParts:
         copied, store = compiled.copied(context.placement), under(f"synchrony/{context.world.epoch}", context.job.store)
         reduce = context.options.reduce
         return XOrderSteps(order, trainable, copied, reduction, reduce, context.sites, store, context.rank)
+
+    def _stealing(self, microbatches: int) -> StolenMicrobatches | None:
+        context, factory, stealing = self._context, self.factory, self._context.options.stealing
+        if stealing is None or context.replicas.count == 1:
+            return None
+        world, job, timeout, replica = context.world, context.job, context.options.timeout, context.replica
+        (number,), stages = factory.own, factory.compiled.train
+        workers = world.column(world.seat(WorkerId(context.worker)).place)
+        kept = min(len(stages), microbatches)
+
+        def shared(purpose: Purpose, specs: MessageSpec) -> SharedBatch:
+            others = range(kept, microbatches)
+            return SharedBatch(purpose, number, specs, others, workers, job, context.device, timeout)
+
+        first, last = number == 0, number == factory.last
+        inputs = shared(Purpose.INPUT, stages[0].inputs) if first else None
+        targets = shared(Purpose.TARGET, stages[-1].targets) if last else None
+        own = replica, microbatches, kept
+        if inputs is None:
+            slots = ToldSlots(*own, number, context.placement[0], context.transport, timeout)
+        else:
+            claims = Claims(under(f"claims/{world.epoch}", job.store), replica, context.replicas.count, microbatches)
+            slots = ClaimedSlots(*own, stealing.of(microbatches), claims, inputs.has, context.placement, context.transport)
+        parts = StolenParts(
+            cast("TrainingStage", self.first.stages[number]),
+            lambda other, gradients: factory.foreign(other, number, gradients),
+            {name: factory.state[name] for name in stages[number].trainable},
+            stages[number].contributions,
+            inputs,
+            targets,
+            stages[-1].outputs if last else (),
+        )
+        return StolenMicrobatches(replica, number, workers, slots, parts, job, timeout)
 
     def _begin_stages(
         self, stages: Mapping[int, ForwardStage], outputs: Mapping[int, StepOutputs], loss_scale: float, steps_before: int

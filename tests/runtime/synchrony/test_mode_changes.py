@@ -248,7 +248,7 @@ ON_ALL = {
         "…: … has a gradient: expected optimizer.step() and optimizer.zero_grad() before it, as a gradient of one mode is not "
         "added to one of another"
     ),
-    "mode": "synchrony=…: expected 'exact', or adaptra.Local(...)",
+    "mode": "synchrony=…: expected 'exact', adaptra.Stealing(...), Local(...) or XOrder(...)",
     "other": "…: nothing has moved, since the … of rank … is …, and that of rank 0 …: expected the same on every rank",
     "of one": "…: nothing has moved, since the … of rank … is …, and that of rank 0 …: expected the same on every rank",
     "sites": "Local(sites=…) with … replicas: expected sites of equally many replicas",

@@ -43,7 +43,13 @@ def wrong(*given: Any) -> tuple[Any, ...]:
 
 
 REFUSED: list[tuple[str, Callable[[], object]]] = [
-    ("synchrony=…: expected 'exact', adaptra.Local(...) or adaptra.XOrder(...)", lambda: adaptra.Options(synchrony="local")),  # type: ignore[arg-type]
+    (
+        "synchrony=…: expected 'exact', adaptra.Stealing(...), Local(...) or XOrder(...)",
+        (
+            "synchrony=…: expected 'exact', adaptra.Stealing(...), Local(...) or XOrder(...)",
+            lambda: adaptra.Options(synchrony="local"),  # type: ignore[arg-type]
+        ),
+    ),  # type: ignore[arg-type]
     *(
         ("Local: every=…: expected a whole number of at least 1", lambda every=every: adaptra.Local(every))
         for every in wrong(0, 1.5, None, True)

@@ -1,0 +1,227 @@
+"""What the slots of a pipeline's program hold in a step, see :mod:`adaptra.program.open_tail`.
+
+The rank of the first stage claims microbatches. It tells the other ranks of its pipeline what each slot holds, before these
+have anything to do for it. At the end it tells who has taken microbatches of this replica.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch
+
+from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.runtime.synchrony.claims import Claims
+from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
+
+_END: Final = -1
+
+
+class SlotMicrobatch(NamedTuple):
+    """A microbatch that a slot holds."""
+
+    replica: int
+    microbatch: int
+
+
+class Slots(ABC):
+    """The slots of this rank's pipeline.
+
+    Args:
+        replica: This replica.
+        microbatches: The number of microbatches of each replica.
+        kept: How many of its first ones a replica keeps for itself.
+
+    Attributes:
+        held: What the slots hold that are known.
+        takers: By whom each of this replica's microbatches is computed that another has taken, once it is known.
+        has_ended: Whether all further slots are empty.
+    """
+
+    def __init__(self, replica: int, microbatches: int, kept: int) -> None:
+        self._replica = replica
+        self._microbatches = microbatches
+        self._kept = kept
+        self._step = -1
+        self.held: list[SlotMicrobatch] = []
+        self.takers: Mapping[int, int] = {}
+        self.has_ended = False
+
+    def begin_step(self, step: int, *, is_open: bool) -> None:
+        """Begin a step. If it is not ``open``, this replica computes all of its microbatches, and no others."""
+        self._step = step
+        self.held = [SlotMicrobatch(self._replica, microbatch) for microbatch in range(self._kept)]
+        self.takers, self.has_ended = {}, False
+        self._begin(is_open=is_open)
+
+    def is_known(self, slot: int) -> bool:
+        """Return whether it is known here what a slot holds. Does not wait."""
+        return slot < len(self.held) or self.has_ended
+
+    def of(self, slot: int) -> SlotMicrobatch | None:
+        """Return what a known slot holds; None if it is empty."""
+        return self.held[slot] if slot < len(self.held) else None
+
+    @abstractmethod
+    def fill(self, slot: int) -> SlotMicrobatch | None:
+        """Return what a slot holds, once it is known. All slots before it are known."""
+        ...
+
+    @abstractmethod
+    def end_step(self) -> None:
+        """Wait until everything is known."""
+        ...
+
+    def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
+        """Return the number of receive buffers needed at a time, per source rank of the pipeline and message."""
+        return {}
+
+    @abstractmethod
+    def _begin(self, *, is_open: bool) -> None: ...
+
+    def close(self) -> None:  # noqa: B027 - one of both has something to close
+        """End what serves this rank alone."""
+
+    def _spec(self) -> MessageSpec:
+        return (TensorSpec((self._microbatches + 2,), torch.int64, stays_on_host=True),)
+
+    def _identity(self, stage: int) -> Identity:
+        return Identity(self._step, Purpose.SLOT, 0, stage, len(self.held), self._spec())
+
+
+class ClaimedSlots(Slots):
+    """Those of the rank of the first stage, which decides.
+
+    Args:
+        replica, microbatches, kept: As of :class:`Slots`.
+        most: The most microbatches of others that this replica takes in a step.
+        claims: This replica's claims.
+        may: Returns whether microbatches of another replica can be computed now.
+        placement: ``placement[stage]`` is the stage's rank.
+        transport: Joins the ranks of the pipeline.
+    """
+
+    def __init__(
+        self,
+        replica: int,
+        microbatches: int,
+        kept: int,
+        most: int,
+        claims: Claims,
+        may: Callable[[int], bool],
+        placement: Sequence[int],
+        transport: Transport,
+    ) -> None:
+        super().__init__(replica, microbatches, kept)
+        self._placement = placement
+        self._most = most
+        self._claims = claims
+        self._may = may
+        self._transport = transport
+
+    def _begin(self, *, is_open: bool) -> None:
+        self._claims.open(self._step, self._kept if is_open else self._microbatches)
+        if not is_open:
+            self._end(self._microbatches)
+            self.held += [SlotMicrobatch(self._replica, one) for one in range(self._kept, self._microbatches)]
+
+    def fill(self, slot: int) -> SlotMicrobatch | None:
+        """Claim what a slot holds: of this replica while anything is left there, then of others."""
+        if not self.is_known(slot):
+            held = self._claim()
+            if held is None:
+                self.end_step()
+            else:
+                self._tell(held)
+                self.held.append(held)
+        return self.of(slot)
+
+    def end_step(self) -> None:
+        """Tell the other ranks that further slots are empty."""
+        if not self.has_ended:
+            self.takers = self._claims.takers
+            self._end(self._microbatches - len(self.takers))
+
+    def close(self) -> None:
+        """End the connection to the store."""
+        self._claims.close()
+
+    def _claim(self) -> SlotMicrobatch | None:
+        own = self._claims.claim()
+        if own is not None:
+            return SlotMicrobatch(self._replica, own)
+        if sum(one.replica != self._replica for one in self.held) >= self._most:
+            return None
+        stolen = self._claims.steal(self._may)
+        return None if stolen is None else SlotMicrobatch(*stolen)
+
+    def _end(self, own: int) -> None:
+        takers = [self.takers.get(microbatch, _END) for microbatch in range(self._microbatches)]
+        self._tell((_END, own, *takers))
+        self.has_ended = True
+
+    def _tell(self, numbers: Sequence[int]) -> None:
+        told = torch.tensor([*numbers, *[0] * (self._microbatches + 2 - len(numbers))], dtype=torch.int64)
+        for stage, rank in enumerate(self._placement[1:], 1):
+            self._transport.send(rank, self._identity(stage), (told,))
+
+
+class ToldSlots(Slots):
+    """Those of any other rank, which is told.
+
+    Args:
+        replica, microbatches, kept: As of :class:`Slots`.
+        stage: This rank's stage.
+        source: The rank of the first stage.
+        transport: Joins the ranks of the pipeline.
+        timeout: Seconds to wait for the first stage's rank.
+    """
+
+    def __init__(
+        self, replica: int, microbatches: int, kept: int, stage: int, source: int, transport: Transport, timeout: float
+    ) -> None:
+        super().__init__(replica, microbatches, kept)
+        self._stage = stage
+        self._source = source
+        self._transport = transport
+        self._timeout = timeout
+        self._arriving: Pending | None = None
+
+    def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
+        """Return the number of receive buffers needed at a time, per source rank of the pipeline and message."""
+        return {(self._source, self._spec()): 1}
+
+    def _begin(self, *, is_open: bool) -> None:
+        self._arriving = self._transport.receive(self._source, self._identity(self._stage))
+
+    def is_known(self, slot: int) -> bool:
+        """Return whether it is known here what a slot holds, with what has arrived by now."""
+        while not super().is_known(slot) and self._arriving is not None and self._arriving.done:
+            self._take(self._arriving)
+        return super().is_known(slot)
+
+    def fill(self, slot: int) -> SlotMicrobatch | None:
+        """Return what a slot holds, once it is told."""
+        while not super().is_known(slot) and self._arriving is not None:
+            self._take(self._arriving)
+        return self.of(slot)
+
+    def end_step(self) -> None:
+        """Wait until everything is told."""
+        while self._arriving is not None:
+            self._take(self._arriving)
+
+    def _take(self, pending: Pending) -> None:
+        replica, microbatch, *takers = pending.wait(self._timeout)[0].tolist()
+        self._transport.release(pending)
+        self._arriving = None
+        if replica == _END:
+            known = sum(one.replica == self._replica for one in self.held)
+            self.held += [SlotMicrobatch(self._replica, one) for one in range(known, microbatch)]
+            self.takers = {one: taker for one, taker in enumerate(takers) if taker != _END}
+            self.has_ended = True
+        else:
+            self.held.append(SlotMicrobatch(replica, microbatch))
+            self._arriving = self._transport.receive(self._source, self._identity(self._stage))

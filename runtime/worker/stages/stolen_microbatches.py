@@ -1,0 +1,231 @@
+"""Exact stealing: replicas that are done take microbatches that others have not begun, within the step.
+
+Each replica runs its pipeline's program with an open tail, see :mod:`adaptra.program.open_tail`. What a slot holds is claimed
+when the first stage comes to it. Where it is another replica's microbatch, a stage with the same parameters computes it. Its
+weight gradients go home by themselves, and are added there behind the replica's own, in microbatch order. So the bits are those
+of a step in which nobody takes anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.runtime.step_messages.stolen_gradients import PackedTensors, StolenGradients
+from adaptra.runtime.synchrony.shared_batch import SharedBatch
+from adaptra.runtime.synchrony.slots import SlotMicrobatch, Slots
+from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
+from adaptra.runtime.worker.stages.stage import TrainingStage
+from adaptra.simulation.worker_steps import Moved
+
+Batch = Sequence[Sequence[Tensor]]
+MakeStage = Callable[[int, StolenGradients], TrainingStage]
+"""Makes a stage that computes microbatches of a replica, and gives their weight gradients to what keeps them."""
+
+
+@dataclass(frozen=True, slots=True)
+class StolenParts:
+    """What a rank has for microbatches of other replicas.
+
+    Attributes:
+        stage: Its stage of its own replica.
+        make: Makes the same of another replica.
+        parameters: The stage's trainable parameters.
+        contributions: The parameter of each of W's results.
+        inputs: The inputs of other replicas' microbatches, on the first stage.
+        targets: Their targets, on the last stage.
+        results: The tensors that the last stage returns; none elsewhere.
+    """
+
+    stage: TrainingStage
+    make: MakeStage
+    parameters: Mapping[str, Tensor]
+    contributions: Sequence[str]
+    inputs: SharedBatch | None
+    targets: SharedBatch | None
+    results: MessageSpec
+
+
+class StolenMicrobatches:
+    """One rank's part. Used by the thread that runs the steps.
+
+    Args:
+        replica: This replica.
+        number: The number of its stage.
+        workers: The worker that has the stage, by replica.
+        slots: What the slots of its pipeline hold.
+        parts: What it computes others' microbatches with.
+        job: Joins the workers of all replicas.
+        timeout: Seconds to wait for others.
+
+    Attributes:
+        slots: As given.
+        stolen: How many microbatches of others this rank has computed.
+        given: How many of its own replica's others have computed.
+        told: What others have computed for this replica in the last step, in words; None if nothing.
+    """
+
+    def __init__(
+        self,
+        replica: int,
+        number: int,
+        workers: Sequence[int],
+        slots: Slots,
+        parts: StolenParts,
+        job: Transport,
+        timeout: float,
+    ) -> None:
+        self._replica = replica
+        self._number = number
+        self._workers = workers
+        self.slots: Final = slots
+        self._parts = parts
+        self._job = job
+        self._timeout = timeout
+        parameters = [parts.parameters[name] for name in parts.contributions]
+        sums = [TensorSpec(tuple(one.shape), one.dtype) for one in parameters]
+        self._packed = PackedTensors([*sums, *parts.results])
+        self._made: dict[int, tuple[TrainingStage, StolenGradients]] = {}
+        self._results: dict[SlotMicrobatch, tuple[Tensor, ...]] = {}
+        self._step = -1
+        self._begin_stage = (1.0, 0)
+        self.stolen = self.given = 0
+        self.told: str | None = None
+
+    def receive_counts(self) -> Counter[tuple[int, MessageSpec]]:
+        """Return the number of receive buffers needed at a time, per source worker and message, but for :attr:`slots`."""
+        batches = (self._parts.inputs, self._parts.targets)
+        return sum((Counter(one.receive_counts()) for one in batches if one is not None), Counter())
+
+    def begin_step(
+        self, step: int, inputs: Batch, targets: Batch, loss_scale: float, steps_before: int, *, is_open: bool
+    ) -> None:
+        """Begin a step.
+
+        Args:
+            step: The step's number.
+            inputs, targets: Per microbatch of this replica, on the rank that uses them.
+            loss_scale, steps_before: As of :meth:`adaptra.runtime.worker.stages.stage.TrainingStage.begin_step`.
+            is_open: Whether this replica takes part. If not it computes its own microbatches, and no others.
+        """
+        self._step = step
+        self._results.clear()
+        for batch, given in ((self._parts.inputs, inputs), (self._parts.targets, targets)):
+            if batch is not None:
+                batch.begin_step(step, given if is_open else None)
+        for stage, gradients in self._made.values():
+            stage.begin_step(loss_scale, steps_before)
+            gradients.begin_step(step)
+        self._begin_stage = (loss_scale, steps_before)
+        self.slots.begin_step(step, is_open=is_open)
+
+    def is_own(self, held: SlotMicrobatch) -> bool:
+        """Return whether a microbatch is of this replica."""
+        return held.replica == self._replica
+
+    def stage_of(self, held: SlotMicrobatch) -> TrainingStage:
+        """Return the stage that computes what a slot holds."""
+        return self._parts.stage if self.is_own(held) else self._foreign(held.replica)[0]
+
+    def inputs_of(self, held: SlotMicrobatch, own: Batch) -> Sequence[Tensor]:
+        """Return the inputs of what a slot holds, on the first stage."""
+        return self._of(self._parts.inputs, held, own)
+
+    def targets_of(self, held: SlotMicrobatch, own: Batch) -> Sequence[Tensor]:
+        """Return the targets of what a slot holds, on the last stage."""
+        return self._of(self._parts.targets, held, own)
+
+    def keep_results(self, held: SlotMicrobatch, results: tuple[Tensor, ...]) -> None:
+        """Keep what the last stage has returned for another replica's microbatch."""
+        self._results[held] = results
+
+    @torch.no_grad()
+    def end_step(self, results: dict[int, tuple[Tensor, ...]]) -> bool:
+        """Send home what was computed for others, and add what others have computed for this replica.
+
+        Args:
+            results: Those of this replica's microbatches so far, on the rank of the last stage. Others are added.
+
+        Returns:
+            Whether results were added, so that they are complete only now.
+
+        Raises:
+            TransportError: It could not be exchanged.
+        """
+        self.slots.end_step()
+        for held in sorted(one for one in self.slots.held if not self.is_own(one)):
+            _, gradients = self._foreign(held.replica)
+            packed = self._packed.pack([*gradients.take(held.microbatch), *self._results.pop(held, ())])
+            self._job.send(self._workers[held.replica], self._identity(held), (packed,))
+            self.stolen += 1
+        self._take_home(results)
+        for batch in (self._parts.inputs, self._parts.targets):
+            if batch is not None:
+                batch.end_step()
+        return bool(self.slots.takers and self._parts.results)
+
+    @property
+    def moved(self) -> Moved:
+        """How many microbatches have changed hands in the last step."""
+        taken = Counter(held.replica for held in self.slots.held if not self.is_own(held))
+        given = Counter(self._workers[taker] for taker in self.slots.takers.values())
+        return Moved(tuple(sorted(taken.items())), tuple(sorted(given.items())))
+
+    def close(self) -> None:
+        """End what serves this rank alone."""
+        self.slots.close()
+
+    def __str__(self) -> str:
+        return (
+            "replicas that are done take microbatches that others have not begun: so far this replica has taken "
+            f"{self.stolen}, and others have taken {self.given} of its own"
+        )
+
+    def _take_home(self, results: dict[int, tuple[Tensor, ...]]) -> None:
+        takers = sorted(self.slots.takers.items())
+        self.told = self._text(takers) if takers else None
+        memory = [self._packed.empty() for _ in takers[:2]]  # one arrives while another one is added
+        arriving: list[Pending] = []
+        for number, (microbatch, _) in enumerate(takers):
+            for ahead in range(len(arriving), min(number + 2, len(takers))):
+                held, worker = SlotMicrobatch(self._replica, takers[ahead][0]), self._workers[takers[ahead][1]]
+                arriving.append(self._job.receive(worker, self._identity(held), memory[ahead % 2]))
+            arriving[number].wait(self._timeout)
+            unpacked, count = self._packed.unpack(memory[number % 2]), len(self._parts.contributions)
+            self._parts.stage.add_from_elsewhere(microbatch, unpacked[:count])
+            if self._parts.results:
+                results[microbatch] = tuple(one.clone() for one in unpacked[count:] if one is not None)
+            self.given += 1
+
+    def _text(self, takers: Sequence[tuple[int, int]]) -> str:
+        by = {
+            taker: ", ".join(str(microbatch) for microbatch, _ in group)
+            for taker, group in groupby(sorted(takers, key=lambda one: one[1]), key=lambda one: one[1])
+        }
+        which = "; ".join(f"replica {taker} took {microbatches}" for taker, microbatches in by.items())
+        return f"microbatches of replica {self._replica} that it had not begun: {which}"
+
+    def _foreign(self, replica: int) -> tuple[TrainingStage, StolenGradients]:
+        if replica not in self._made:
+            gradients = StolenGradients(self._job.rank, self._parts.parameters, self._job, self._timeout)
+            stage = self._parts.make(replica, gradients)
+            stage.begin_step(*self._begin_stage)
+            gradients.begin_step(self._step)
+            self._made[replica] = stage, gradients
+        return self._made[replica]
+
+    def _of(self, batch: SharedBatch | None, held: SlotMicrobatch, own: Batch) -> Sequence[Tensor]:
+        if self.is_own(held) or batch is None:
+            return own[held.microbatch]
+        return batch.of(held.replica, held.microbatch)
+
+    def _identity(self, held: SlotMicrobatch) -> Identity:
+        ends = self._number, self._number
+        return Identity(self._step, Purpose.STOLEN, *ends, held.microbatch, self._packed.spec, held.replica)
