@@ -126,7 +126,7 @@ class TestWire:
         """Another code for a purpose is another version of the header."""
         names = "activation gradient output input_gradient loss shared_gradient shared_sum probe gradient_norm model_state"
         names += " input target result accumulator term buffers rank_gradients rank_sums rate_probe"
-        names += " model_outputs sum"
+        names += " model_outputs sum slot stolen"
         assert [purpose.name for purpose in Purpose] == [name.upper() for name in names.split()]
 
     @pytest.mark.parametrize(
