@@ -12,6 +12,7 @@ class CallNumbers:
 
     Attributes:
         next_step: The number of the next step.
+        first_step: That of this worker's first one.
         steps_before: The number of training steps before this worker's first one, which random numbers add to the step.
         evaluations: The number of evaluations so far.
         timelines: The number of timelines that were gathered.
@@ -25,6 +26,10 @@ class CallNumbers:
     timelines: int = 0
     collectives: int | None = None
     compared: Counter[str] = field(default_factory=Counter[str])
+    first_step: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first_step = self.next_step
 
     @property
     def training_step(self) -> int:

@@ -233,8 +233,9 @@ class Worker:
 
     @property
     def updates(self) -> int:
-        """The number of the last update of the parameters."""
-        return self.numbers.next_step if self._parts.order is None else self._parts.order.updates
+        """The number of updates of the parameters in the whole training."""
+        order, numbers = self._parts.order, self.numbers
+        return numbers.training_step if order is None else numbers.steps_before + numbers.first_step + order.updates
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the state of this optimizer go to replicas that have missed updates, where there are any."""

@@ -232,9 +232,9 @@ class StateMethods(HeldSession):
 
     @property
     def updates(self) -> int:
-        """The number of the last update of the parameters, the same on all replicas that have it.
+        """The number of updates of the parameters in the whole training, the same on all replicas that have the last one.
 
-        It is that of steps, but under ``Options(synchrony=adaptra.XOrder(...))``. A learning rate that follows a schedule
+        It is the number of steps, but under ``Options(synchrony=adaptra.XOrder(...))``. A learning rate that follows a schedule
         follows this number there, as a late replica has made fewer steps.
         """
         return self._require().workers[0].updates

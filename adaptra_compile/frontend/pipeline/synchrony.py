@@ -130,7 +130,7 @@ def _check_trial(batches: Any, allow: Any, rounds: Any, *, of_compile: bool) -> 
             f"settle_synchrony: batches={batches!r:.80}: expected a list of batches, each a tuple of inputs and targets or a "
             "mapping of keywords"
         )
-    if not is_list_of(Local | XOrder, allow) or not allow:
+    if not is_list_of(object, allow) or not allow or not all(isinstance(one, Local | XOrder) for one in allow):
         raise OptionError(f"settle_synchrony: allow={allow!r}: expected a list of adaptra.Local(...) or adaptra.XOrder(...)")
     if not is_whole(rounds) or rounds < LEAST_ROUNDS:
         raise OptionError(f"settle_synchrony: rounds={rounds!r}: expected a whole number of at least {LEAST_ROUNDS}")

@@ -83,7 +83,7 @@ class SynchronyChanges:
         following, planned = local.agreed(call, call, ready, self._spec.options.timeout)
         if mode == before:
             return
-        if mode != EXACT and following.sites > 1:
+        if isinstance(mode, Local | XOrder) and following.sites > 1:
             sizes = [one.element_size() for worker in local.workers for one in worker.trainable.values()]
             smallest = min(sizes, default=4)
             require_site_memory(mode, planned, launched, following, smallest, self._spec.options.timeout)

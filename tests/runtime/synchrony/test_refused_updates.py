@@ -165,3 +165,43 @@ def test_all_in_each_update_is_exact_and_a_loaded_state_begins_again() -> None:
     assert one == other
     assert one["exact"] == one["all"] == one["not old"]
     assert one["went on"][0] == 1 and one["went on"][1] != one["exact"][1]
+
+
+def changed(rank: int) -> list[Any]:
+    """Parameters after steps, with changes to x-order and back between them, and a trial."""
+    found: list[Any] = []
+    with compiled(MODEL, rows_of(0, 0), stages=1, microbatches=MICROBATCHES, options=adaptra.Options()) as pipe:
+        optimizer = adam(pipe.parameters())
+        pipe.attach(optimizer)
+
+        def train(steps: range) -> None:
+            for number in steps:
+                time.sleep(0.1 * rank * (pipe.synchrony != "exact"))
+                step(pipe, number)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append((pipe.synchrony, pipe.updates, bits_of(pipe.named_parameters())))
+
+        train(range(2))
+        pipe.take_synchrony(adaptra.XOrder(1, staleness=2))
+        train(range(2, 5))
+        pipe.take_synchrony("exact")
+        train(range(5, 7))
+        log = pipe.exchange_log
+        batches = [args for args, _ in (call(rows_of(pipe.replica, number)) for number in range(7, 9))]
+        trial = pipe.settle_synchrony(batches, allow=[adaptra.XOrder(1)], rounds=3)
+        train(range(9, 10))
+        pipe.take_synchrony("exact")
+        found.append(bits_of(pipe.named_parameters()))
+    assert any(len(one["votes"]) == 1 for one in log), "a replica was late"
+    assert [one.name for one in trial.modes] == ["exact", "asynchronous"]
+    return found
+
+
+def test_a_running_job_changes_to_x_order_and_back() -> None:
+    one, other = run_processes(changed, 2, timeout=200)
+    for of_rank, of_other in ((one, other), (other, one)):
+        exact = [each for each in of_rank[:-1] if each[0] == "exact"]
+        assert all(each in of_other for each in exact)
+        assert [each[1] for each in of_rank[:1]] == [2] and of_rank[2][1] == 7
+    assert one[-1] == other[-1]
