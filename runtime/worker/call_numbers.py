@@ -12,12 +12,12 @@ class CallNumbers:
 
     Attributes:
         next_step: The number of the next step.
-        first_step: That of this worker's first one.
         steps_before: The number of training steps before this worker's first one, which random numbers add to the step.
         evaluations: The number of evaluations so far.
         timelines: The number of timelines that were gathered.
         collectives: The number of the user's own collectives over all ranks when the last step ended; None before that.
         compared: How often a batch of each call was offered to the comparison with those of other ranks.
+        first_step: The number of this worker's first step.
     """
 
     next_step: int

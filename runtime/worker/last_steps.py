@@ -11,8 +11,8 @@ from adaptra.runtime.detection.shape_scales import ShapeScales
 from adaptra.runtime.measuring.measurement import StageMeasurement, StepMeasurement
 from adaptra.runtime.measuring.reduces import StageReduce
 from adaptra.runtime.measuring.step_norms import NoiseOfStages
+from adaptra.runtime.worker.ends.step_end import Certificate
 from adaptra.runtime.worker.step.shapes import RankShape
-from adaptra.runtime.worker.step.step_end import Certificate
 
 KEPT_MEASUREMENTS: Final = 5
 """The number of steps whose stage measurements a rank keeps."""

@@ -51,6 +51,7 @@ from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.transports.base import Identity
 from adaptra.runtime.transports.process_groups import collectives_of_user
 from adaptra.runtime.worker.call_numbers import CallNumbers
+from adaptra.runtime.worker.ends.x_order import XOrderSteps
 from adaptra.runtime.worker.last_steps import LastSteps, RunStep
 from adaptra.runtime.worker.rank_values import RankValues
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
@@ -61,7 +62,6 @@ from adaptra.runtime.worker.step.receive_pool import by_worker
 from adaptra.runtime.worker.step.shapes import FIRST, StepShape
 from adaptra.runtime.worker.step.step_parts import Batch, StepParts
 from adaptra.runtime.worker.step.two_pass import PendingBackward, TwoPassStep
-from adaptra.runtime.worker.step.x_order import XOrderSteps
 from adaptra.runtime.world.world import ProcessId, WorkerId
 from adaptra.simulation.timeline import Timeline
 from adaptra.weakly import weakly

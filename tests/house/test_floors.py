@@ -22,7 +22,7 @@ FLOORS = """
     runtime.membership runtime.survival runtime.exchange runtime.launch runtime.state
     runtime.control.mail runtime.control.plans runtime.control.agreement runtime.control.deciding runtime.control
     runtime.telemetry runtime.options runtime runtime.synchrony runtime.step_messages runtime.outputs runtime.reconfigure
-    runtime.worker.stages runtime.worker.step runtime.worker reduction
+    runtime.worker.stages runtime.worker.ends runtime.worker.step runtime.worker reduction
     report frontend.arguments frontend.saved frontend.weights frontend.shapes frontend.losses frontend.module_like
     frontend.followed frontend.planned frontend.running frontend.pipeline frontend integrations cli
 """.split()

@@ -103,7 +103,7 @@ class ObservationMethods(HeldSession):
 
         With several replicas the text says which microbatches no other replica would compute, and why. With
         ``Reduce(algorithm="auto")`` or a sharded optimizer it says how gradients are added, and why. With ``adaptra.Local``
-        it says how sites exchange, and how often they have; with ``adaptra.XOrder`` how far this replica is; with
+        it says how sites exchange, and how often they have. With ``adaptra.XOrder`` it says how far this replica is, and with
         ``adaptra.Stealing`` how many microbatches have changed hands. The last change of synchronisation is named. It ends with
         the last measured REDUCE, see :attr:`reduces`, and the noise scale where it is measured, see :attr:`noise_scales`.
         """

@@ -16,7 +16,7 @@ from adaptra.frontend.pipeline.held_session import HeldSession
 from adaptra.frontend.pipeline.sharded_optimizer import Group, Kind, Sharding, check_kind, groups_of, parameters_in
 from adaptra.frontend.saved.fitting_model import FittingModel
 from adaptra.runtime.synchrony.local_steps import LocalSteps
-from adaptra.runtime.worker.step.x_order import XOrderSteps
+from adaptra.runtime.worker.ends.x_order import XOrderSteps
 
 
 class StateMethods(HeldSession):

@@ -28,6 +28,9 @@ from adaptra.runtime.synchrony.local_steps import LocalSteps
 from adaptra.runtime.synchrony.shared_batch import SharedBatch
 from adaptra.runtime.synchrony.slots import ClaimedSlots, ToldSlots
 from adaptra.runtime.transports.base import Purpose
+from adaptra.runtime.worker.ends.replica_losses import ReplicaLosses
+from adaptra.runtime.worker.ends.step_end import AllAtOnce, Certificate, Contribution, StepEnd
+from adaptra.runtime.worker.ends.x_order import XOrderSteps
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
 from adaptra.runtime.worker.stages.stage import ForwardStage, Stage, TrainingStage
 from adaptra.runtime.worker.stages.stolen_microbatches import StolenMicrobatches, StolenParts
@@ -35,11 +38,8 @@ from adaptra.runtime.worker.step.executor import Executor
 from adaptra.runtime.worker.step.foreign_stages import ForeignStages
 from adaptra.runtime.worker.step.rank_context import RankContext
 from adaptra.runtime.worker.step.receive_pool import by_worker
-from adaptra.runtime.worker.step.replica_losses import ReplicaLosses
 from adaptra.runtime.worker.step.shapes import FIRST, RankShape, StepShape
 from adaptra.runtime.worker.step.stage_factory import StageFactory, message_bytes
-from adaptra.runtime.worker.step.step_end import AllAtOnce, Certificate, Contribution, StepEnd
-from adaptra.runtime.worker.step.x_order import XOrderSteps
 from adaptra.runtime.world.world import WorkerId
 
 Batch = Sequence[Sequence[Tensor]]

@@ -23,11 +23,11 @@ from adaptra.program import Kind, Program
 from adaptra.runtime.step_messages.broadcast import Broadcast
 from adaptra.runtime.step_messages.shared_gradients import Gradients
 from adaptra.runtime.transports.base import Purpose
+from adaptra.runtime.worker.ends.step_end import Certificate, StepEnd
 from adaptra.runtime.worker.stages.loss_reduction import Reduction, RootGradient
 from adaptra.runtime.worker.stages.stage import Stage, TwoPassStage
 from adaptra.runtime.worker.step.executor import Executor
 from adaptra.runtime.worker.step.rank_context import RankContext
-from adaptra.runtime.worker.step.step_end import Certificate, StepEnd
 
 _FORWARD: Final = frozenset({Kind.F, Kind.SEND_F, Kind.RECV_F})
 _BACKWARD: Final = frozenset(Kind) - _FORWARD

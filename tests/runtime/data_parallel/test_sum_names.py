@@ -24,7 +24,7 @@ from adaptra.runtime.data_parallel.collectives.sum_names import name_of
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.transports.process_groups import Members, new_group
 from adaptra.runtime.transports.registry import create_transport
-from adaptra.runtime.worker.step import step_end
+from adaptra.runtime.worker.ends import step_end
 from adaptra.runtime.world.world import WorkerId
 
 RANKS = 3

@@ -49,10 +49,14 @@ ROWS_OF: dict[str, str] = {
         "replica … has left with update …, which replica … lacks: expected pipe.exchange() on all ranks before the first of "
         "them closes its pipeline"
     ),
+    "steal": (
+        "synchrony=Stealing(…) in a running job: expected 'exact', adaptra.Local(...) or adaptra.XOrder(...), as the programs "
+        "of a job that steals are planned with it"
+    ),
     "log": "… with … updates to come: the log that is replayed has none there",
 }
 
-KINDS = {"outer state": "OptionError", "rows": "BatchError", "log": "StateError"}
+KINDS = {"outer state": "OptionError", "steal": "OptionError", "rows": "BatchError", "log": "StateError"}
 
 
 def in_order(**options: Any) -> Any:
@@ -114,6 +118,8 @@ def refused(rank: int) -> dict[str, Any]:
         pipe.attach(optimizer)
         pipe.replay([])
         note("log", lambda: step(pipe))
+    with compiled(MODEL, rows_of(0, 0), stages=1, microbatches=MICROBATCHES) as pipe:
+        note("steal", lambda: pipe.take_synchrony(adaptra.Stealing(), adam(pipe.parameters())))
     return found
 
 

@@ -16,9 +16,9 @@ from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.launch.launch import HOST
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.options.reduce_options import Reduce
+from adaptra.runtime.worker.ends.replica_losses import ReplicaLosses
+from adaptra.runtime.worker.ends.step_end import AllAtOnce, Certificate, Contribution
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
-from adaptra.runtime.worker.step.replica_losses import ReplicaLosses
-from adaptra.runtime.worker.step.step_end import AllAtOnce, Certificate, Contribution
 from adaptra.runtime.world.world import WorkerId, World
 
 EARLIER = torch.tensor([0.1, 1e8])

@@ -37,9 +37,9 @@ from adaptra.runtime.exchange.state_transfer import Handover
 from adaptra.runtime.options.reduce_options import Reduce
 from adaptra.runtime.synchrony.update_reports import Update, UpdateReports
 from adaptra.runtime.synchrony.updated_state import UpdatedState
+from adaptra.runtime.worker.ends.step_end import Certificate, Contribution
 from adaptra.runtime.worker.stages.gradient_hooks import GradientHooks
 from adaptra.runtime.worker.stages.loss_reduction import Reduction, total_weight
-from adaptra.runtime.worker.step.step_end import Certificate, Contribution
 
 
 class XOrderSteps:

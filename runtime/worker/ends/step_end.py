@@ -27,9 +27,9 @@ from adaptra.runtime.data_parallel.told_norms import ToldNorms
 from adaptra.runtime.devices.device_clock import Mark
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.options.reduce_options import Reduce
+from adaptra.runtime.worker.ends.replica_losses import ReplicaLosses
 from adaptra.runtime.worker.stages.gradient_hooks import GradientHooks
 from adaptra.runtime.worker.stages.loss_reduction import Reduction, total_weight
-from adaptra.runtime.worker.step.replica_losses import ReplicaLosses
 
 
 @dataclass(frozen=True, slots=True)
