@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from adaptra.frontend.api import Pipeline, compile
     from adaptra.frontend.checkpoint_state import TrainingState
-    from adaptra.planning.synchrony.modes import Local, Outer, Stealing, XOrder
+    from adaptra.planning.synchrony.modes import Auto, Local, Outer, Stealing, XOrder
     from adaptra.program import Kind, Op, Program
     from adaptra.program.schedules import GENERATORS, generate
     from adaptra.runtime.injection.emulation import EmulatedDevice
@@ -27,6 +27,7 @@ __version__: Final = "0.1.0"
 
 __all__ = [
     "GENERATORS",
+    "Auto",
     "Case",
     "CostModel",
     "EmulatedDevice",
@@ -49,6 +50,7 @@ __all__ = [
 ]
 
 _HOMES: Final = {
+    "Auto": "adaptra.planning.synchrony.modes",
     "GENERATORS": "adaptra.program.schedules",
     "Case": "adaptra.simulation.case",
     "CostModel": "adaptra.simulation.cost",

@@ -49,7 +49,7 @@ from adaptra.runtime.devices.determinism import set_deterministic
 from adaptra.runtime.launch.agreement import agree_here, disagree
 from adaptra.runtime.launch.carriers import DelegateSetup
 from adaptra.runtime.launch.free_memory import free_memory
-from adaptra.runtime.launch.launch import Launch, Wanted, launch
+from adaptra.runtime.launch.launch import Launch, Wanted, launch, sites_of
 from adaptra.runtime.worker.batch import example_microbatch, rows_of, split_rows
 from adaptra.runtime.worker.stages.gradient_hooks import copy_is_hooked, is_hooked
 from adaptra.runtime.worker.stages.loss_reduction import UNEQUAL, Reduction, refuse_number_of_items, refuse_sum, unequal_weights
@@ -145,6 +145,8 @@ def _check_compiled(request: CompileArguments, planned: PlannedPipeline, launche
     if apart is not None and launched.world.sites > 1:
         smallest = min((one.element_size() for one in model.parameters()), default=4)
         require_site_memory(apart, planned, launched, launched.world, smallest, request.options.timeout)
+    for mode in request.options.auto.allow if request.options.auto is not None else ():
+        sites_of(launched.world, mode)
     if request.options.stealing is not None:
         in_order = any(transport.contract.in_order for transport in launched.transports)
         check_stealing(request.options.stealing, planned, launched.world, in_order=in_order)

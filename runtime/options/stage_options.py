@@ -7,7 +7,7 @@ from typing import Any, Final, Literal
 
 from adaptra.checks import is_whole, require_flag, require_word
 from adaptra.errors import OptionError
-from adaptra.planning.synchrony.modes import Apart, Local, Stealing, XOrder
+from adaptra.planning.synchrony.modes import Apart, Auto, Local, Stealing, XOrder
 from adaptra.runtime.options.rank_agreement import agreed, per_rank
 from adaptra.runtime.options.reduce_options import Reduce
 
@@ -17,6 +17,8 @@ EXACT: Final = "exact"
 Synchrony = Literal["exact"] | Stealing | Local | XOrder
 """What an update waits for in a running job."""
 
+_MODES: Final = f"{EXACT!r}, adaptra.Stealing(...), Local(...) or XOrder(...)"
+
 
 def check_synchrony(mode: Any) -> None:
     """Refuse what is no mode of a running job.
@@ -25,7 +27,7 @@ def check_synchrony(mode: Any) -> None:
         OptionError: It is none. The text shows it.
     """
     if mode != EXACT and not isinstance(mode, Stealing | Local | XOrder):
-        raise OptionError(f"synchrony={mode!r}: expected {EXACT!r}, adaptra.Stealing(...), Local(...) or XOrder(...)")
+        raise OptionError(f"synchrony={mode!r}: expected {_MODES}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,8 @@ class StageOptions:
         synchrony: What an update waits for: ``"exact"``, the gradients of all microbatches. With :class:`adaptra.Stealing`
             replicas help each other within a step, with the same bits. Or :class:`adaptra.Local`, for slow links between sites,
             or :class:`adaptra.XOrder`, for the gradients of some replicas: what a model learns is then another.
-            ``pipe.take_synchrony`` and ``pipe.settle_synchrony`` change it later. See ``docs/design/synchrony.md``.
+            ``pipe.take_synchrony`` and ``pipe.settle_synchrony`` change it later. With :class:`adaptra.Auto` the latter tries
+            modes where something is slow. See ``docs/design/synchrony.md``.
 
     Raises:
         OptionError: An option is invalid; names it, the given value and the expected one.
@@ -69,7 +72,7 @@ class StageOptions:
     reduce: Reduce = field(default_factory=Reduce, metadata=agreed())
     deterministic: bool = field(default=False, metadata=agreed())
     shapes: int | None = field(default=None, metadata=agreed())
-    synchrony: Synchrony = field(default=EXACT, metadata=agreed(repr))
+    synchrony: Synchrony | Auto = field(default=EXACT, metadata=agreed(repr))
 
     def __post_init__(self) -> None:
         seed: Any = self.seed
@@ -84,7 +87,18 @@ class StageOptions:
         reduce: Any = self.reduce
         if not isinstance(reduce, Reduce):
             raise OptionError(f"reduce={reduce!r}: expected adaptra.Reduce(...)")
-        check_synchrony(self.synchrony)
+        if not isinstance(self.synchrony, Auto):
+            check_synchrony(self.synchrony)
+
+    @property
+    def first_synchrony(self) -> Synchrony:
+        """What the first update waits for."""
+        return EXACT if isinstance(self.synchrony, Auto) else self.synchrony
+
+    @property
+    def auto(self) -> Auto | None:
+        """The modes that trials may choose where something is slow; None where the user decides on trials."""
+        return self.synchrony if isinstance(self.synchrony, Auto) else None
 
     @property
     def apart(self) -> Apart | None:

@@ -109,7 +109,8 @@ class CompileArguments:
             raise OptionError(
                 "survive=True with lossy_bf16='slow', where each replica plans which messages round: expected True or False"
             )
-        check_synchronised(options.synchrony, options, with_loss=self.with_loss)
+        for mode in options.auto.allow if options.auto is not None else (options.first_synchrony,):
+            check_synchronised(mode, options, with_loss=self.with_loss)
         self._check_edges()
         check_inner(options.inner)
         weights: Any = self.weights

@@ -54,10 +54,10 @@ class SynchronyMethods(LayoutMethods):
         batches: Sequence[Any],
         optimizer: torch.optim.Optimizer | None = None,
         *,
-        allow: Sequence[Apart],
+        allow: Sequence[Apart] | None = None,
         rounds: int = 5,
         update: Callable[[], None] | None = None,
-    ) -> Trial:
+    ) -> Trial | None:
         """Try modes of synchronisation from the state as it is, and go on with what takes off the most loss in a second.
 
         All ranks call this between two steps, as :meth:`take_synchrony`. In each round every mode trains on the same batches,
@@ -73,13 +73,14 @@ class SynchronyMethods(LayoutMethods):
             batches: Batches of this replica, each what :meth:`step` takes: a tuple of inputs and targets, or a mapping of
                 keywords. After the last one they begin again. With fewer than all rounds need, the noise of data shows less.
             optimizer: The torch optimizer of all of this process's parameters; by default the one given to :meth:`attach`.
-            allow: The modes to try beside exact.
+            allow: The modes to try beside exact. By default those of ``Options(synchrony=adaptra.Auto(allow=...))``. Then there
+                is a trial only if something is slow, and is so in another way than in the last trial.
             rounds: The number of rounds, at least 3.
             update: What your loop does after a step, such as clipping, the optimizer's step and ``zero_grad()``. By default the
                 optimizer's step, through :meth:`grad_scaler` if there is one, and ``zero_grad()``.
 
         Returns:
-            The figures and the decision. Its text is that of the event ``trial``.
+            The figures and the decision. Its text is that of the event ``trial``. None if no trial was due.
 
         Raises:
             OptionError: An argument is not valid, or the job can't have a mode.
@@ -105,8 +106,9 @@ class SynchronyMethods(LayoutMethods):
             stepping,
             self._scaler,
         )
-        check = partial(_check_trial, batches, allow, rounds, of_compile=self._batches is not None)
-        trial = session.trial("settle_synchrony").run(loop, allow, rounds, check)
+        allowed = session.allowed_modes if allow is None else allow
+        check = partial(_check_trial, batches, allowed, rounds, of_compile=self._batches is not None)
+        trial = session.trial("settle_synchrony").run(loop, allowed, rounds, check, where_due=allow is None)
         self._losses = losses
         return trial
 

@@ -104,7 +104,7 @@ class LocalWorkers:
     @property
     def synchrony(self) -> Synchrony:
         """What an update waits for now."""
-        return self.planned.factory.options.synchrony
+        return self.planned.factory.options.first_synchrony
 
     @property
     def have_copies(self) -> bool:

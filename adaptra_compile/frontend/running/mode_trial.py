@@ -11,12 +11,14 @@ from typing import Any, Final
 
 import torch
 
-from adaptra.errors import OptionError, StateError
+from adaptra.errors import OptionError, PipelineError, StateError
 from adaptra.frontend.running.kept_state import KeptState
 from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.running.synchrony_changes import SynchronyChanges, mode_text
 from adaptra.planning.synchrony.modes import Apart, Local
+from adaptra.planning.synchrony.regime import Regime, WorkerTimes, median_times
 from adaptra.planning.synchrony.trial import Trial, TrialRound, TriedMode, choose
+from adaptra.program import Kind
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.options.stage_options import EXACT, Synchrony
 from adaptra.runtime.reconfigure.consent import Consent
@@ -70,7 +72,9 @@ class ModeTrial:
         self._timeout = timeout
         self._call = call
 
-    def run(self, loop: TrainingLoop, allow: Sequence[Apart], rounds: int, check: Callable[[], None]) -> Trial:
+    def run(
+        self, loop: TrainingLoop, allow: Sequence[Apart], rounds: int, check: Callable[[], None], *, where_due: bool
+    ) -> Trial | None:
         """Try exact updates and the allowed modes, and go on with what takes off the most loss in a second.
 
         The pipeline is as it was before, but for the mode. All ranks call it with the same modes.
@@ -80,12 +84,24 @@ class ModeTrial:
             allow: The modes beside exact.
             rounds: The number of rounds.
             check: Refuses what this process was given.
+            where_due: Whether to try only where something is slow, in another way than in the last trial. None is returned
+                otherwise.
 
         Raises:
             OptionError, StateError: As :meth:`.synchrony_changes.SynchronyChanges.take`. Updates are exact then, and nothing
                 else has changed.
+            PipelineError: It is to be known whether anything is slow, and no step has run. Nothing has changed.
         """
         self._agree(loop, allow, rounds, check)
+        regime = self._regime()
+        if where_due:
+            if regime is None:
+                raise PipelineError(
+                    f"{self._call}: no step has run in this mode: expected some, which show whether anything is slow"
+                )
+            if not regime.is_due(self._changes.regime):
+                return None
+        self._changes.regime = regime or self._changes.regime
         steps = max(one.every if isinstance(one, Local) else _IN_ORDER for one in allow)
         self._take(EXACT, loop)
         kept = self._local.agreed(self._call, self._call, lambda: (_kept(self._local, loop), Consent()), self._timeout)
@@ -100,7 +116,7 @@ class ModeTrial:
         chosen = int(self._tell(str(choose(tried)))[0])
         self._take(EXACT, loop)  # so that the chosen mode begins at its own first step, also if it was the last one tried
         self._take(modes[chosen], loop)
-        trial = Trial(tuple(tried), steps, chosen)
+        trial = Trial(tuple(tried), steps, chosen, "" if regime is None else str(regime))
         self._local.workers[0].controller.recorder.emit_now(EventKind.TRIAL, str(trial))
         return trial
 
@@ -115,6 +131,20 @@ class ModeTrial:
             return None, Consent(alike=alike)
 
         self._local.agreed(self._call, self._call, ready, self._timeout)
+
+    def _regime(self) -> Regime | None:
+        """Return what is slow, the same on all ranks, as each knows the times of all; None if no step has run in this mode."""
+        worker, launched = self._local.workers[0], self._local.launched
+        steps: list[tuple[float, float, float | None]] = []
+        for one in worker.monitor.kept:
+            microbatches = sum(op.kind is Kind.F for op, _, _ in one.ops)
+            if microbatches:
+                busy = sum(end - start for _, start, end in one.ops) / microbatches
+                steps.append((busy, one.end - one.start, None if one.reduce is None else one.reduce.exposed))
+        if not steps:
+            return None
+        own = median_times(launched.world.seat(launched.world.hosted(launched.process)[0]).place, steps)
+        return Regime.of([WorkerTimes.decode(text) for text in self._tell(own.encode())])
 
     def _take(self, mode: Synchrony, loop: TrainingLoop) -> None:
         self._changes.take(mode, loop.optimizer, loop.scaler, self._call)

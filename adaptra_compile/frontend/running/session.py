@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from adaptra.errors import OptionError
 from adaptra.frontend.followed.following import Following
 from adaptra.frontend.losses.batch_look import BatchLook
@@ -20,6 +22,7 @@ from adaptra.frontend.saved.model_names import ModelNames
 from adaptra.frontend.shapes.recompile import Recompile
 from adaptra.graph import CompiledStages
 from adaptra.planning.remedies.bandwidth_remedies import BandwidthOptions
+from adaptra.planning.synchrony.modes import Apart
 from adaptra.runtime.launch.launch import Launch
 from adaptra.runtime.worker.worker import Worker
 
@@ -137,6 +140,12 @@ class Session:
         """Set the number of the next step of the training, on which random numbers depend."""
         for worker in self.workers:
             worker.numbers.steps_before = step - worker.numbers.next_step
+
+    @property
+    def allowed_modes(self) -> Sequence[Apart]:
+        """The modes that trials may choose by the options; none unless these say so."""
+        auto = self._spec.options.auto
+        return () if auto is None else auto.allow
 
     def trial(self, call: str) -> ModeTrial:
         """Return what tries modes of synchronisation for a method of the pipeline."""

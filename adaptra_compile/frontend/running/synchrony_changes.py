@@ -20,6 +20,7 @@ from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.running.next_workers import NextWorkers
 from adaptra.graph.ops.autocast import refuse_autocast
 from adaptra.planning.synchrony.modes import Local, Stealing, XOrder
+from adaptra.planning.synchrony.regime import Regime
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.control_store.digest_tree import children_of, parent_of
 from adaptra.runtime.exchange.state_transfer import STATE, Handover, check_movable, gather_state, receive, send, set_state
@@ -44,6 +45,7 @@ class SynchronyChanges:
 
     Attributes:
         last: The last change, for people; None before it.
+        regime: What was slow when modes were tried last; None before.
         log: The exchanges of the last stretch in which sites updated by themselves, once it has ended; None before.
     """
 
@@ -52,6 +54,7 @@ class SynchronyChanges:
         self._local = local
         self._next_workers = next_workers
         self.last: str | None = None
+        self.regime: Regime | None = None
         self.log: list[dict[str, Any]] | None = None
 
     def take(self, mode: Synchrony, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, call: str) -> None:

@@ -192,6 +192,32 @@ class Local:
         return f"local={self.every}"
 
 
+@known_keywords
+@dataclass(frozen=True)
+class Auto:
+    """Every update has all gradients, until a trial in ``pipe.settle_synchrony`` finds another mode surely faster.
+
+    Attributes:
+        allow: The modes that may replace ``"exact"``, each a :class:`Local` or an :class:`XOrder`.
+
+    Raises:
+        OptionError: A mode is none of these; shows what was given.
+    """
+
+    allow: tuple[XOrder | Local, ...]
+
+    def __post_init__(self) -> None:
+        allow: Any = self.allow
+        is_some = isinstance(allow, tuple | list) and len(cast("tuple[Any, ...]", allow)) > 0
+        if not is_some or not all(isinstance(one, XOrder | Local) for one in allow):
+            raise OptionError(f"Auto: allow={allow!r}: expected a list of adaptra.Local(...) or adaptra.XOrder(...)")
+
+        object.__setattr__(self, "allow", tuple(allow))
+
+    def __str__(self) -> str:
+        return f"auto of exact, {', '.join(map(str, self.allow))}"
+
+
 Mode = Synchronous | XOrder | Deadline | Local
 Apart = XOrder | Local
 """In these modes sites update by themselves."""

@@ -82,18 +82,21 @@ class Trial:
         modes: The modes; exact is the first one.
         steps: The steps of each round.
         chosen: The index of the mode with which the job goes on.
+        regime: What was slow before, for people.
     """
 
     modes: tuple[TriedMode, ...]
     steps: int
     chosen: int
+    regime: str = ""
 
     def __str__(self) -> str:
         exact, *others = self.modes
         rounds = len(exact.rounds)
         gains = [(one, *one.gain(exact)) for one in others]
         beside = "".join(f"; {one}, {gain:+.3g} ± {half:.2g} beside exact" for one, gain, half in gains)
-        return f"{self.modes[self.chosen].name} goes on; {rounds} rounds of {self.steps} steps: {exact}{beside}"
+        before = f"; before: {self.regime}" if self.regime else ""
+        return f"{self.modes[self.chosen].name} goes on; {rounds} rounds of {self.steps} steps: {exact}{beside}{before}"
 
 
 def choose(modes: Sequence[TriedMode]) -> int:

@@ -45,11 +45,8 @@ def wrong(*given: Any) -> tuple[Any, ...]:
 REFUSED: list[tuple[str, Callable[[], object]]] = [
     (
         "synchrony=…: expected 'exact', adaptra.Stealing(...), Local(...) or XOrder(...)",
-        (
-            "synchrony=…: expected 'exact', adaptra.Stealing(...), Local(...) or XOrder(...)",
-            lambda: adaptra.Options(synchrony="local"),  # type: ignore[arg-type]
-        ),
-    ),  # type: ignore[arg-type]
+        lambda: adaptra.Options(synchrony="local"),  # type: ignore[arg-type]
+    ),
     *(
         ("Local: every=…: expected a whole number of at least 1", lambda every=every: adaptra.Local(every))
         for every in wrong(0, 1.5, None, True)
@@ -83,6 +80,14 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
         )
         for groups in wrong("speed", True, [(0, 1)], (0, 1), ((0, "1"),), ((),))
     ),
+    *(
+        (
+            "Auto: allow=…: expected a list of adaptra.Local(...) or adaptra.XOrder(...)",
+            lambda allow=allow: adaptra.Auto(allow),
+        )
+        for allow in wrong((), [], "exact", ["exact"], adaptra.Local(2), None)
+    ),
+    ("mode x-order=…: expected 1 to … replicas in an update", of_compile(synchrony=adaptra.Auto((adaptra.XOrder(3),)))),
     ("XOrder: divide=…: expected 'present' or 'all'", lambda: adaptra.XOrder(2, divide="some")),  # type: ignore[arg-type]
     ("mode x-order=…: expected 1 to … replicas in an update", of_compile(synchrony=adaptra.XOrder(3))),
     (

@@ -200,7 +200,7 @@ def changed(rank: int) -> list[Any]:
         pipe.take_synchrony("exact")
         found.append(bits_of(pipe.named_parameters()))
     assert any(len(one["votes"]) == 1 for one in log), "a replica was late"
-    assert [one.name for one in trial.modes] == ["exact", "asynchronous"]
+    assert trial is not None and [one.name for one in trial.modes] == ["exact", "asynchronous"]
     return found
 
 
