@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+import time
+from typing import Any
+
+import pytest
 from processes import run_processes
 
+import adaptra
 
-def train(_rank: int, device: str) -> list[bytes]:
-    """The bits of this rank's parameters after each step."""
+MODES: dict[str, Any] = {"local": adaptra.Local(2), "asynchronous": adaptra.XOrder(1)}
+
+
+def train(rank: int, device: str, mode: str, logs: list[Any] | None = None) -> tuple[list[bytes], list[Any]]:
+    """The bits of this rank's parameters after each step, and its log. With logs the run makes the same exchanges."""
     import torch
     from torch import nn
-
-    import adaptra
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).to(device)
     inputs, targets = torch.randn(8, 8).to(device), torch.randn(8, 4).to(device)
-    options = adaptra.Options(synchrony=adaptra.Local(2))
+    options = adaptra.Options(synchrony=MODES[mode])
     bits: list[bytes] = []
     with adaptra.compile(
         model, stages=1, microbatches=2, example_inputs=(inputs, targets), loss=nn.functional.mse_loss, options=options
     ) as pipe:
-        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
+        pipe.attach(optimizer)
+        if logs is not None:
+            pipe.replay(logs[rank])
         for step in range(5):
+            if logs is None:
+                time.sleep(0.2 * rank)
             pipe.step(inputs * (1 + pipe.replica + step), targets)
             optimizer.step()
             optimizer.zero_grad()
             bits.append(b"".join(one.detach().cpu().numpy().tobytes() for one in pipe.parameters()))
+        pipe.exchange()
+        bits.append(b"".join(one.detach().cpu().numpy().tobytes() for one in pipe.parameters()))
         assert {one.device.type for one in pipe.parameters()} == {device}
-    return bits
+        return bits, [*pipe.exchange_log]
 
 
-def test_sites_exchange_what_devices_have_learnt() -> None:
-    assert run_processes(train, 2, "cuda") == run_processes(train, 2, "cpu")
+@pytest.mark.parametrize("mode", MODES)
+def test_sites_exchange_what_devices_have_learnt(mode: str) -> None:
+    on_host = run_processes(train, 2, "cpu", mode)
+    assert run_processes(train, 2, "cuda", mode, [log for _, log in on_host]) == on_host
