@@ -335,10 +335,14 @@ def test_a_rank_that_does_not_come_keeps_nobody_after_an_abort(backend: str, mac
     from adaptra.runtime.transports.local import LocalHub
 
     joined = ThreadPoolExecutor(1).submit(join, 0, LocalHub(2), HashStore())
-    time.sleep(0.2)
+    connecting: list[threading.Thread] = []
+    until = time.monotonic() + SOON
+    while not connecting and time.monotonic() < until:
+        time.sleep(0.05)
+        connecting = [thread for thread in threading.enumerate() if thread.name == "adaptra rank 0 connects"]
+    time.sleep(0.2)  # in which it comes to wait for rank 1
     assert not joined.done()
-    (connecting,) = [thread for thread in threading.enumerate() if thread.name == "adaptra rank 0 connects"]
-    communicators = connecting._target.__self__  # type: ignore[attr-defined]
+    communicators = connecting[0]._target.__self__  # type: ignore[attr-defined]
     communicators.end(RuntimeError("rank 1 is lost"), is_idle=False)
     with pytest.raises(RuntimeError, match="the transport has ended"):
         joined.result(SOON)
