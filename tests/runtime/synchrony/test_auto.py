@@ -15,7 +15,7 @@ from adaptra.errors import PipelineError
 
 pytestmark = [pytest.mark.processes, pytest.mark.timed]
 
-SLOW, FACTOR = 6, 3
+SLOW, FACTOR = 6, 2
 """The step from which the second replica is slow, and how much."""
 UNTRIED = "…: no step has run in this mode: expected some, which show whether anything is slow"
 
@@ -24,7 +24,7 @@ def body(_rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     options = adaptra.Options(
         synchrony=adaptra.Auto((adaptra.Local(2),)),
-        emulate=adaptra.EmulatedDevice(0.012, 0.012, 0.012),
+        emulate=adaptra.EmulatedDevice(0.03, 0.03, 0.03),
         faults=[f"slow 1.0 {FACTOR}x @{SLOW}"],
     )
     with compiled(MODEL, rows_of(0, 0), stages=1, microbatches=MICROBATCHES, options=options) as pipe:
