@@ -136,11 +136,12 @@ class ModeTrial:
         """Return what is slow, the same on all ranks, as each knows the times of all; None if no step has run in this mode."""
         worker, launched = self._local.workers[0], self._local.launched
         steps: list[tuple[float, float, float | None]] = []
-        for one in worker.monitor.kept:
-            microbatches = sum(op.kind is Kind.F for op, _, _ in one.ops)
+        for records in worker.monitor.kept:
+            microbatches = sum(op.kind is Kind.F for op, _, _ in records.ops)
             if microbatches:
-                busy = sum(end - start for _, start, end in one.ops) / microbatches
-                steps.append((busy, one.end - one.start, None if one.reduce is None else one.reduce.exposed))
+                busy = sum(end - start for _, start, end in records.ops) / microbatches
+                exposed = None if records.reduce is None else records.reduce.exposed
+                steps.append((busy, records.end - records.start, exposed))
         if not steps:
             return None
         own = median_times(launched.world.seat(launched.world.hosted(launched.process)[0]).place, steps)

@@ -1,7 +1,7 @@
 """What is wrong in a job, as far as another mode of synchronisation could help: slow workers, and sums that steps wait for.
 
-A trial takes many steps. So it is due only where something is wrong, and once for each such regime: again when a worker becomes
-slow or is slow no more, or sums begin or cease to cost.
+A trial takes many steps. So it is due only where something is wrong, and once for each such regime. It is due again when a
+worker becomes slow or is slow no more, or when sums begin or cease to cost.
 """
 
 from __future__ import annotations
