@@ -16,7 +16,7 @@ from training import call, compiled
 import adaptra
 from adaptra.errors import AdaptraError
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timed]
 
 ROWS_OF: dict[str, str] = {
     "no optimizer": "…: no optimizer: expected pipe.attach(optimizer) before the first step",
@@ -94,7 +94,7 @@ def refused(rank: int) -> dict[str, Any]:
         pipe.attach(optimizer)
         step(pipe)
         # The first one to make the update can't know.
-        note("schedule", lambda: (time.sleep(0.5 * rank), optimizer.step()))
+        note("schedule", lambda: (time.sleep(1.5 * rank), optimizer.step()))
     with in_order() as pipe:
         pipe.attach(adam(pipe.parameters()))
         note("rows", lambda: step(pipe, batch=MODEL.rows(4 + 2 * rank, 0)))
@@ -111,7 +111,7 @@ def refused(rank: int) -> dict[str, Any]:
             step(pipe, 3)
 
         if rank == 0:
-            time.sleep(0.5)
+            time.sleep(2.0)
             note("gone", lacks)
     with in_order() as pipe:
         optimizer = adam(pipe.parameters())

@@ -15,7 +15,7 @@ from training import call, compiled, loss_of, microbatches_of
 
 import adaptra
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.timed]
 
 WIDTH, ROWS, MICROBATCHES, STEPS = 8, 4, 2, 6
 
