@@ -57,7 +57,7 @@ class XOrderSteps:
 
     Attributes:
         sums: The gradients of the step that is under way.
-        log: This replica's updates in order: after how many of its steps, who was in each, and whose state it took.
+        log: This replica's updates in order: who was in each, and whose state it took.
         updates: The number of the last update that this rank has, or of the one that its optimizer is to make.
         last: That update; None before the first one.
     """
@@ -242,7 +242,8 @@ class XOrderSteps:
         sums = [self.sums.total(name).to("cpu") for name in names]
         self._combine(update, sums)
         for name, total in zip(names, sums, strict=True):
-            self.sums.put(name, total)
+            if (own := self.sums.total(name)) is not total:  # of a GPU
+                own.copy_(total)
 
     def _combine(self, update: Update, tensors: Sequence[Tensor]) -> None:
         self._sites.everyone.combine_among(
