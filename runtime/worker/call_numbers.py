@@ -35,3 +35,7 @@ class CallNumbers:
     def training_step(self) -> int:
         """The number of the next step in the whole training, including the steps of earlier pipelines."""
         return self.steps_before + self.next_step
+
+    def go_on_at(self, step: int) -> None:
+        """Set :attr:`training_step`, on which random numbers depend."""
+        self.steps_before = step - self.next_step

@@ -52,7 +52,7 @@ class KeptState:
         if self._scaler is not None and self._scaler_state is not None:
             self._scaler.load_state_dict(deepcopy(self._scaler_state))
         for worker in self._local.workers:
-            worker.numbers.steps_before = self._step - worker.numbers.next_step
+            worker.numbers.go_on_at(self._step)
         for generator, state in self._generators:
             restore(generator, state)
         if self._on_device is not None:

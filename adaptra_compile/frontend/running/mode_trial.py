@@ -104,7 +104,11 @@ class ModeTrial:
         self._changes.regime = regime or self._changes.regime
         steps = max(one.every if isinstance(one, Local) else _IN_ORDER for one in allow)
         self._take(EXACT, loop)
-        kept = self._local.agreed(self._call, self._call, lambda: (_kept(self._local, loop), Consent()), self._timeout)
+
+        def keep() -> tuple[KeptState, Consent]:
+            return KeptState(self._local, loop.optimizer, loop.scaler), Consent()
+
+        kept = self._local.agreed(self._call, self._call, keep, self._timeout)
         modes: tuple[Synchrony, ...] = (EXACT, *allow)
         try:
             tried = [self._tried(mode, loop, kept, rounds, steps) for mode in modes]
@@ -195,7 +199,3 @@ class ModeTrial:
     def _tell(self, text: str) -> list[str]:
         with self._local.called(self._call), self._local.changing(self._call):
             return self._local.launched.tell("change", text, self._timeout, self._local.check)
-
-
-def _kept(local: LocalWorkers, loop: TrainingLoop) -> KeptState:
-    return KeptState(local, loop.optimizer, loop.scaler)

@@ -139,7 +139,7 @@ class Session:
     def go_on_at(self, step: int) -> None:
         """Set the number of the next step of the training, on which random numbers depend."""
         for worker in self.workers:
-            worker.numbers.steps_before = step - worker.numbers.next_step
+            worker.numbers.go_on_at(step)
 
     @property
     def allowed_modes(self) -> Sequence[Apart]:

@@ -11,6 +11,7 @@ import torch
 from models import Example, square_loss, vectors
 from processes import run_processes
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils import _pytree as pytree
 from training import call, compiled, loss_of, microbatches_of
 
@@ -24,16 +25,19 @@ LATE, LONGEST = 3, 1
 
 
 class Tied(nn.Module):
-    """Layers of which the first and the last have one weight."""
+    """Layers of which the first and the last have one weight, with dropout behind each if it is not 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDTH, dropout: float = 0.0) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
         self.layers[3].weight = self.layers[0].weight
+        self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
+            if self.dropout:
+                x = functional.dropout(x, self.dropout, self.training)
         return x
 
 

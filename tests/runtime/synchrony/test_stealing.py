@@ -10,8 +10,8 @@ import pytest
 import torch
 from models import Example, square_loss, vectors
 from processes import run_processes
-from torch import Tensor, nn
-from torch.nn import functional
+from test_local_steps import Tied
+from torch import Tensor
 from training import call, compiled
 
 import adaptra
@@ -23,21 +23,7 @@ SLOW = range(1, 3)
 """The steps in which a worker is slow."""
 
 
-class Shared(nn.Module):
-    """Layers with dropout, of which the first and the last have one weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
-        self.layers[3].weight = self.layers[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = functional.dropout(torch.tanh(layer(x)), 0.2, self.training)
-        return x
-
-
-SHARED = Example("shared", Shared, vectors(WIDTH), square_loss)
+SHARED = Example("shared", lambda: Tied(WIDTH, dropout=0.2), vectors(WIDTH), square_loss)
 
 
 def run(
