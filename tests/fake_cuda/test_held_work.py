@@ -165,6 +165,24 @@ def test_held_back_training_gives_the_bits_of_training_at_once(machine: Machine)
     assert losses(is_held=False) == losses(is_held=True)
 
 
+def test_held_draws_of_the_device_and_draws_of_the_host_leave_each_other_alone(machine: Machine) -> None:
+    import torch
+
+    def draws(is_held: bool) -> list[float]:
+        torch.manual_seed(0)
+        ones = torch.ones(64, 64).cuda()
+        drawn: list[torch.Tensor] = []
+        for _ in range(100):
+            gate = machine.hold() if is_held else None
+            drawn.append(torch.nn.functional.dropout(ones, 0.3).sum())
+            if gate is not None:
+                gate.release()
+            drawn.append(torch.randn(4).sum())
+        return [value.item() for value in drawn]
+
+    assert draws(is_held=False) == draws(is_held=True)
+
+
 def test_elapsed_times_are_those_of_the_device(machine: Machine) -> None:
     import torch
 

@@ -510,6 +510,32 @@ void each_tensor(const c10::IValue& value, Visit&& visit) {
   });
 }
 
+bool is_generator(const c10::Argument& argument) {
+  return argument.type()->str().find("Generator") != std::string::npos;
+}
+
+// While it lives, ops of this thread that name no generator draw from one, those within other ops too. The CPU's default
+// generator is left alone, as other threads of the host draw from it meanwhile.
+thread_local const at::Generator* drawn_from = nullptr;
+constexpr auto kDraws = c10::DispatchKey::TESTING_ONLY_GenericMode;
+struct DrawsFrom {
+  explicit DrawsFrom(const at::Generator& generator) : before(std::exchange(drawn_from, &generator)) {}
+  ~DrawsFrom() { drawn_from = before; }
+  const at::Generator* before;
+  // Within a mode of Python torch excludes all keys before Python's.
+  const c10::impl::ForceDispatchKeyGuard key{c10::impl::tls_local_dispatch_key_set().included_.add(kDraws),
+                                             c10::impl::tls_local_dispatch_key_set().excluded_.remove(kDraws)};
+};
+
+void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  for (std::size_t i = 0; i < arguments.size() && op.hasTag(at::Tag::nondeterministic_seeded); i++) {
+    auto& value = torch::jit::peek(*stack, i, arguments.size());
+    if (value.isNone() && is_generator(arguments[i])) value = *drawn_from;
+  }
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kDraws), stack);
+}
+
 // One call of an op: its arguments, and what the kernel of the CPU is to be given instead.
 class Call {
  public:
@@ -519,7 +545,6 @@ class Call {
     for (std::size_t i = 0; i < arguments_.size(); i++) {
       const auto& argument = schema_.arguments()[i];
       const bool is_written = argument.alias_info() && argument.alias_info()->isWrite();
-      has_generator_ |= is_generator(argument);
       each_tensor(arguments_[i], [&](const at::Tensor& tensor) {
         if (!tensor.is_cuda() || !tensor.has_storage()) return;
         (is_written ? writes_ : reads_).push_back(address_of(tensor));
@@ -543,10 +568,6 @@ class Call {
   }
 
  private:
-  static bool is_generator(const c10::Argument& argument) {
-    return argument.type()->str().find("Generator") != std::string::npos;
-  }
-
   void find_device() {
     std::optional<c10::Device> common;
     const bool takes_scalars = !kStrict.contains(schema_.name());
@@ -595,27 +616,10 @@ class Call {
     return static_cast<const Generator*>(generator.unsafeGetGeneratorImpl())->inner_;
   }
 
-  // Draws that have no generator as an argument take the CPU's default one: it gets the device's state meanwhile.
-  template <typename Body>
-  static void with_generator(const c10::OperatorHandle& op, bool has_generator, const at::Generator& generator, Body&& body) {
-    if (has_generator || !op.hasTag(at::Tag::nondeterministic_seeded)) {
-      body();
-      return;
-    }
-    static std::mutex one_at_a_time;
-    std::lock_guard lock(one_at_a_time);
-    auto host = at::detail::getDefaultCPUGenerator();
-    const auto before = host.get_state();
-    auto of_device = generator;
-    host.set_state(of_device.get_state());
-    body();
-    of_device.set_state(host.get_state());
-    host.set_state(before);
-  }
-
   std::vector<c10::IValue> at_once() {
     auto stack = host_stack(inner());
-    with_generator(op_, has_generator_, inner(), [&] { call_host(op_, stack); });
+    const DrawsFrom draws(inner());
+    call_host(op_, stack);
     for (auto& [tensor, made] : outs_) {
       c10::DeviceGuard guard(device_);
       at::native::resize_impl_cpu_(tensor.unsafeGetTensorImpl(), made.sizes(), made.strides());
@@ -685,8 +689,9 @@ class Call {
     auto stack = host_stack(generator);
     outs_.clear();
     if (is_random) generator = drawn(stack);
-    defer(device_, [op = op_, stack = std::move(stack), made = std::move(made), generator, has = has_generator_]() mutable {
-      with_generator(op, has, generator, [&] { call_host(op, stack); });
+    defer(device_, [op = op_, stack = std::move(stack), made = std::move(made), generator]() mutable {
+      const DrawsFrom draws(generator);
+      call_host(op, stack);
       for (std::size_t i = 0; i < stack.size(); i++) {
         std::size_t next = 0;
         if (!made[i].empty()) each_tensor(stack[i], [&](const at::Tensor& tensor) { made[i][next++].copy_(tensor); });
@@ -703,7 +708,8 @@ class Call {
       trial.push_back(changed(value, [](const at::Tensor& tensor) { return at::zeros_like(tensor); }));
       if (value.isGenerator()) value = c10::IValue(copy = value.toGenerator().clone());
     }
-    with_generator(op_, has_generator_, inner(), [&] { call_host(op_, trial); });
+    const DrawsFrom draws(inner());
+    call_host(op_, trial);
     return copy;
   }
 
@@ -718,7 +724,6 @@ class Call {
   const c10::FunctionSchema& schema_;
   std::vector<c10::IValue> arguments_;
   c10::Device device_{c10::DeviceType::CUDA, 0};
-  bool has_generator_ = false;
   std::vector<uintptr_t> reads_, writes_;
   std::vector<at::Tensor> read_, written_;
   std::vector<std::pair<at::Tensor, at::Tensor>> outs_;
@@ -769,6 +774,10 @@ std::unique_ptr<at::ObserverContext> host_op(const at::RecordFunction& function)
 }  // namespace
 
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+
+TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&draw>());
+}
 
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", empty);
