@@ -112,7 +112,7 @@ def main() -> int:
     """Train, and print."""
     arguments = parser(__doc__)
     arguments.add_argument("--slow", type=float, nargs="+", default=[], metavar="FACTOR", help="one of 8 pipelines is slow")
-    arguments.add_argument("--jitter", action="store_true", help="lognormal 0.3, and pauses in 5 % of steps")
+    arguments.add_argument("--jitter", action="store_true", help="lognormal 0.3, and pauses in 5 %% of steps")
     arguments.add_argument("--link", action="store_true", help="two sites, an exchange of 10 steps")
     arguments.add_argument("--choice", action="store_true", help="our choice and STAR's rules, in 24 settings")
     arguments.add_argument("--real", action="store_true", help="the clock against processes, in 6 settings")
