@@ -31,6 +31,7 @@ from adaptra.planning.synchrony.modes import XOrder
 from adaptra.planning.synchrony.noise_scale import TermNorms
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.data_parallel.accumulators import Accumulators
+from adaptra.runtime.data_parallel.equal_numbers import bits_of
 from adaptra.runtime.data_parallel.shards import Shards
 from adaptra.runtime.data_parallel.sites import Sites
 from adaptra.runtime.exchange.state_transfer import Handover
@@ -143,6 +144,7 @@ class XOrderSteps:
 
         Raises:
             BatchError: Replicas have batches of different numbers of rows, and the mean of their losses is wanted.
+            OptionError: Not the same parameters have hooks in the replicas of the update.
             PipelineError: A replica has left that alone had the last update.
             PeerLostError: A replica is lost.
         """
@@ -235,12 +237,20 @@ class XOrderSteps:
         self._optimizer.close()
 
     def _add(self, update: Update) -> None:
-        """Add up what the replicas in an update have computed."""
-        if len(update.ballot.votes) == 1:
+        """Add up what the replicas in an update have computed, and compare which parameters have hooks.
+
+        Raises:
+            OptionError: Not the same ones have, so the replicas would make another update each.
+        """
+        count = len(update.ballot.votes)
+        if count == 1:
             return
         names = [*self.sums.parameters]
         sums = [self.sums.total(name).to("cpu") for name in names]
-        self._combine(update, sums)
+        marks = torch.tensor(bits_of(self._hooks.marks()))
+        self._combine(update, [*sums, marks])
+        means = marks if self._reduction is Reduction.MEAN else marks / count
+        self._hooks.check_marks(means.tolist(), self._sites.index)
         for name, total in zip(names, sums, strict=True):
             if (own := self.sums.total(name)) is not total:  # of a GPU
                 own.copy_(total)
