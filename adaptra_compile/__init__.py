@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from adaptra.frontend.api import Pipeline, compile
     from adaptra.frontend.checkpoint_state import TrainingState
-    from adaptra.planning.synchrony.modes import Auto, Local, Outer, Stealing, XOrder
+    from adaptra.planning.synchrony.modes import Auto, Deadline, Local, Outer, Stealing, XOrder
     from adaptra.program import Kind, Op, Program
     from adaptra.program.schedules import GENERATORS, generate
     from adaptra.runtime.injection.emulation import EmulatedDevice
@@ -30,6 +30,7 @@ __all__ = [
     "Auto",
     "Case",
     "CostModel",
+    "Deadline",
     "EmulatedDevice",
     "JsonFormatter",
     "Kind",
@@ -54,6 +55,7 @@ _HOMES: Final = {
     "GENERATORS": "adaptra.program.schedules",
     "Case": "adaptra.simulation.case",
     "CostModel": "adaptra.simulation.cost",
+    "Deadline": "adaptra.planning.synchrony.modes",
     "EmulatedDevice": "adaptra.runtime.injection.emulation",
     "JsonFormatter": "adaptra.runtime.telemetry.log",
     "Kind": "adaptra.program",

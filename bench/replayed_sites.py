@@ -1,7 +1,8 @@
-"""Jobs of sites that update by themselves, each run again by its log: bits that differ, and steps that are lost or doubled.
+"""Jobs whose updates the clock decides on, each run again by its log: bits that differ, and steps that are lost or doubled.
 
 In each job every site makes its own number of steps, and each step takes a random time. So the clock decides who takes part in
 which exchange, or whose gradients are in which update. What a site has trained on has to be in them once, whichever these are.
+With a deadline all make as many steps, and the clock decides which microbatches are deferred to the next one.
 """
 
 from __future__ import annotations
@@ -27,13 +28,16 @@ MODES: dict[str, Any] = {
     "x-order": adaptra.XOrder(3),
     "asynchronous": adaptra.XOrder(1, staleness=4),
     "groups": adaptra.XOrder(groups="auto", staleness=4),
+    "deadline": adaptra.Deadline(0.8),
 }
 """Those in which the clock decides."""
 
 
 def train(mode: str, log: list[Any] | None, seed: int, stages: int) -> tuple[list[int], list[Any], int]:
     """Checksums of this rank's parameters after each step and in the end, its log, and its steps."""
-    problem = small_problem(stages, 2, rows=ROWS // 2)
+    has_deadline = isinstance(MODES[mode], adaptra.Deadline)
+    microbatches = ROWS if has_deadline else 2
+    problem = small_problem(stages, microbatches, rows=ROWS // microbatches)
     options = adaptra.Options(adapt=False, synchrony=MODES[mode])
     checksums: list[int] = []
     with adaptra.compile(**problem, options=options) as pipe:
@@ -47,16 +51,19 @@ def train(mode: str, log: list[Any] | None, seed: int, stages: int) -> tuple[lis
             checksums.append(zlib.crc32(b"".join(one.detach().numpy().tobytes() for one in pipe.parameters())))
 
         inputs, targets = problem["example_inputs"]
-        steps = STEPS + drawn.randrange(4)
+        steps = STEPS if has_deadline else STEPS + drawn.randrange(4)
         for step in range(steps):
             seconds = drawn.choice((0.0, 0.01, 0.1))
             time.sleep(seconds if log is None else 0.0)
+            if has_deadline and step == steps - 1:
+                pipe.defer_nothing()
             pipe.step(inputs * (1 + pipe.replica + 0.1 * step), targets)
             optimizer.step()
             optimizer.zero_grad()
             add()
-        pipe.exchange()
-        add()
+        if not has_deadline:
+            pipe.exchange()
+            add()
         return checksums, [*pipe.exchange_log], steps
 
 
@@ -71,6 +78,9 @@ def measure(rank: int, mode: str, seeds: list[int], stages: int) -> dict[str, in
         again, _, _ = train(mode, log, seed, stages)
         weights = [0.0] * stages
         for one in log:
+            if "parts" in one:  # a step up to a deadline, whose microbatches have a row each
+                weights = [each + one["parts"][rank // stages]["count"] for each in weights]
+                continue
             own_weight = sum(vote["weight"] for vote in one["votes"] if vote["site"] == rank // stages)
             if "stage" in one:
                 weights[one["stage"]] += own_weight
@@ -83,7 +93,7 @@ def measure(rank: int, mode: str, seeds: list[int], stages: int) -> dict[str, in
             "differ": sum(one != other for one, other in zip(checksums, again, strict=True)),
             "lost": int(sum(abs(one - ROWS * steps) for one in weights)),
             "exchanges": len(log),
-            "missed": sum(len(one["votes"]) < SITES for one in log),
+            "missed": sum(lacks_some(one, SITES) for one in log),
         }
         gathered: list[Any] = [None] * (SITES * stages)
         dist.all_gather_object(gathered, (own, checksums[-1]))
@@ -93,6 +103,11 @@ def measure(rank: int, mode: str, seeds: list[int], stages: int) -> dict[str, in
         if rank == 0:
             print(f"\rjob {seed + 1} of {len(seeds)}", end="", file=sys.stderr)
     return counted
+
+
+def lacks_some(entry: dict[str, Any], sites: int) -> bool:
+    """Whether an exchange lacks one of this many sites, or replicas have unlike numbers of microbatches in a step."""
+    return len({part["count"] for part in entry["parts"]}) > 1 if "parts" in entry else len(entry["votes"]) < sites
 
 
 def main() -> int:
@@ -108,7 +123,7 @@ def main() -> int:
         Row("checksums that differ in the run by its log", found["differ"], 0, "steps", given.logs),
         Row("rows lost or doubled", found["lost"], 0, "rows", given.logs),
         Row("jobs whose sites differ after exchange()", found["unlike"], 0, "jobs", given.logs),
-        Row("exchanges that not all sites were in, of all", found["missed"], found["exchanges"], "exchanges", given.logs),
+        Row("exchanges that not all sites were in alike, of all", found["missed"], found["exchanges"], "exchanges", given.logs),
     ]
     limit = getattr(MODES[given.mode], "staleness", None)
     if limit is not None:

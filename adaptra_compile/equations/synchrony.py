@@ -16,7 +16,7 @@ SYNCHRONY_SYMBOLS: Final = {
     "N": "replicas",
     "x": "replicas whose gradients are in an update",
     "b": "samples of one replica's step",
-    "B": "samples in an update; B_0 in the other one",
+    "B": "samples in an update",
     "phi": "gradient noise scale, in samples",
     "tau": "age of gradients: updates since the parameters that they were computed with",
     "T": "seconds of an update",
@@ -46,7 +46,6 @@ class SynchronyEquations:
         exact: An update waits for the slowest replica, and for the exchange.
         capacity: No exact update is shorter: all replicas are busy, and share the work by speed in fractions of microbatches.
         local: A step between exchanges, if all replicas are equally fast.
-        quorum_pays: A mode whose gradients have no age pays if its seconds, over those of another one, are below this.
         star_interval: Seconds of an update by the second of STAR's rules. By the first they are t_x, by the third simulated.
         star_cost: What STAR compares. It has no term for age.
         star_limited: The same where the learning rate limits and noise does not, as STAR divides the sum of x gradients by N.
@@ -61,7 +60,6 @@ class SynchronyEquations:
     exact: Equation
     capacity: Equation
     local: Equation
-    quorum_pays: Equation
     star_interval: Equation
     star_cost: Equation
     star_limited: Equation
@@ -75,7 +73,7 @@ def synchrony_equations() -> SynchronyEquations:
     """Return the equations, which are built on the first call."""
     import sympy
 
-    replicas, reports, samples, batch, other_batch = sympy.symbols("N x b B B_0", positive=True)
+    replicas, reports, samples, batch = sympy.symbols("N x b B", positive=True)
     phi, age, waiting = sympy.symbols("phi tau e", nonnegative=True)
     seconds, step, between, steps = sympy.symbols("T t h k", positive=True)
     first, xth, last = sympy.symbols("t_1 t_x t_N", positive=True)
@@ -83,7 +81,6 @@ def synchrony_equations() -> SynchronyEquations:
 
     staleness = 1 / sympy.sin(sympy.pi / (4 * age + 2))
     updates = staleness + phi / batch
-    without_age = 1 + phi / other_batch
     cost = 1 + phi / (reports * samples)
     # The mean of P independent terms of b samples each has P times their samples, and so a share of their variance.
     solved = sympy.solve(
@@ -103,12 +100,6 @@ def synchrony_equations() -> SynchronyEquations:
             "no exact update is shorter", "lower bound", replicas * between + waiting, (replicas, between, waiting)
         ),
         local=Equation("seconds of a local step", "definition", step + waiting / steps, (step, waiting, steps)),
-        quorum_pays=Equation(
-            "a quorum pays below this ratio of seconds",
-            "solved from the time to loss",
-            without_age / (1 + phi / batch),
-            (phi, batch, other_batch),
-        ),
         star_interval=Equation(
             "seconds of an update, between asynchronous and the slowest",
             "STAR, its second rule",

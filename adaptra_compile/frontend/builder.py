@@ -23,9 +23,9 @@ from adaptra.frontend.arguments.shared_models import Sharing
 from adaptra.frontend.followed.following import Following
 from adaptra.frontend.losses.batch_look import BatchLook, example_weights
 from adaptra.frontend.losses.rows_together import rows_together
+from adaptra.frontend.planned.open_tails import check_within_step
 from adaptra.frontend.planned.site_memory import require_site_memory
 from adaptra.frontend.planned.stage_planning import PipelineSpec, PlannedPipeline
-from adaptra.frontend.planned.stealing import check_stealing
 from adaptra.frontend.planned.worker_factory import close_all, open_recorders, states_with_guests
 from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.running.session import Session
@@ -147,9 +147,9 @@ def _check_compiled(request: CompileArguments, planned: PlannedPipeline, launche
         require_site_memory(apart, planned, launched, launched.world, smallest, request.options.timeout)
     for mode in request.options.auto.allow if request.options.auto is not None else ():
         sites_of(launched.world, mode)
-    if request.options.stealing is not None:
+    if request.options.within_step is not None:
         in_order = any(transport.contract.in_order for transport in launched.transports)
-        check_stealing(request.options.stealing, planned, launched.world, in_order=in_order)
+        check_within_step(request.options.within_step, planned, launched.world, in_order=in_order)
     refuse_shared_memory(model, planned.compiled, request.placed, launched, is_empty=is_empty)
 
 

@@ -53,8 +53,9 @@ class TrainingState:
         and whether the optimizer has state of it. Where it has none, ``optimizer`` has zeros, or nothing if it is not trained.
 
         Raises:
-            StateError: Sites update by themselves, so there is no one state. Or a parameter's state has no known form, as
-                of LBFGS, whose step takes a closure.
+            StateError: Sites update by themselves, so there is no one state. Or microbatches are deferred to the next step,
+                see :meth:`adaptra.Pipeline.defer_nothing`. Or a parameter's state has no known form, as of LBFGS, whose step
+                takes a closure.
         """
         session = self._pipe.session
         if session.launched.world.sites > 1:
@@ -62,6 +63,7 @@ class TrainingState:
                 "training state: sites differ under Options(synchrony=...): expected that each rank saves "
                 "pipe.state_dict(), optimizer.state_dict() and pipe.outer_state_dict() in a file of its own"
             )
+        session.local.require_nothing_deferred("TrainingState.state_dict")
         named = NamedState.of(self._optimizer, self._names())
         model = session.held.named(session.held.saved())
         parts = {"optimizer": named.entries, "groups": named.groups, "optimized": named.optimized}

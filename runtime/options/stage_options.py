@@ -7,17 +7,17 @@ from typing import Any, Final, Literal
 
 from adaptra.checks import is_whole, require_flag, require_word
 from adaptra.errors import OptionError
-from adaptra.planning.synchrony.modes import Apart, Auto, Local, Stealing, XOrder
+from adaptra.planning.synchrony.modes import Apart, Auto, Deadline, Local, Stealing, WithinStep, XOrder
 from adaptra.runtime.options.rank_agreement import agreed, per_rank
 from adaptra.runtime.options.reduce_options import Reduce
 
 EXACT: Final = "exact"
 """The mode of synchronisation in which every update has the gradients of all microbatches."""
 
-Synchrony = Literal["exact"] | Stealing | Local | XOrder
+Synchrony = Literal["exact"] | Stealing | Deadline | Local | XOrder
 """What an update waits for in a running job."""
 
-_MODES: Final = f"{EXACT!r}, adaptra.Stealing(...), Local(...) or XOrder(...)"
+_MODES: Final = f"{EXACT!r}, adaptra.Stealing(...), Deadline(...), Local(...) or XOrder(...)"
 
 
 def check_synchrony(mode: Any) -> None:
@@ -26,7 +26,7 @@ def check_synchrony(mode: Any) -> None:
     Raises:
         OptionError: It is none. The text shows it.
     """
-    if mode != EXACT and not isinstance(mode, Stealing | Local | XOrder):
+    if mode != EXACT and not isinstance(mode, Stealing | Deadline | Local | XOrder):
         raise OptionError(f"synchrony={mode!r}: expected {_MODES}")
 
 
@@ -54,8 +54,9 @@ class StageOptions:
         shapes: The number of shapes of batches that are kept compiled, beside the first one. The least recently used one goes
             first, and is compiled again when a batch has it. None keeps as many as take about a GiB, but 16 to 128.
         synchrony: What an update waits for: ``"exact"``, the gradients of all microbatches. With :class:`adaptra.Stealing`
-            replicas help each other within a step, with the same bits. Or :class:`adaptra.Local`, for slow links between sites,
-            or :class:`adaptra.XOrder`, for the gradients of some replicas: what a model learns is then another.
+            replicas help each other within a step, with the same bits. What a model learns is another with
+            :class:`adaptra.Deadline`, where what is late comes first in the next step. So it is with :class:`adaptra.Local`,
+            for slow links between sites, and with :class:`adaptra.XOrder`, for the gradients of some replicas.
             ``pipe.take_synchrony`` and ``pipe.settle_synchrony`` change it later. With :class:`adaptra.Auto` the latter tries
             modes where something is slow. See ``docs/design/synchrony.md``.
 
@@ -111,6 +112,6 @@ class StageOptions:
         return self.synchrony if isinstance(self.synchrony, Local) else None
 
     @property
-    def stealing(self) -> Stealing | None:
-        """How many microbatches replicas take from each other within a step; None if they take none."""
-        return self.synchrony if isinstance(self.synchrony, Stealing) else None
+    def within_step(self) -> WithinStep | None:
+        """How it is decided within a step which microbatches a replica computes; None where that is known before."""
+        return self.synchrony if isinstance(self.synchrony, WithinStep) else None

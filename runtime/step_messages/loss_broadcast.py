@@ -30,7 +30,7 @@ class LossBroadcast:
     Args:
         rank: This rank; messages name it by its first stage.
         placement: ``placement[stage]`` is the stage's rank.
-        microbatches: Microbatches per step.
+        microbatches: The most microbatches of a step. One of fewer has zeros behind them.
         loss: The loss of one microbatch: a scalar, or a sum and its weight.
         sharing: The ranks that share parameters with the last stage.
         transport: Carries the messages.
@@ -75,11 +75,13 @@ class LossBroadcast:
     def send(self, results: Mapping[int, tuple[Tensor, ...]]) -> None:
         """Broadcast the losses that the last stage has computed, one per microbatch."""
         losses = torch.stack([results[microbatch][0].detach() for microbatch in range(len(results))])
-        self._losses = losses.reshape(self._spec[0].shape)
+        count, *shape = self._spec[0].shape
+        losses = losses.reshape(len(results), *shape)
+        self._losses = torch.cat([losses, losses.new_zeros(count - len(results), *shape)]) if len(results) < count else losses
         self._send_to(self._at_once)
 
     def end_step(self, timeout: float) -> Tensor:
-        """Return the loss of every microbatch, (microbatches,) or (microbatches, 2), the same on every rank.
+        """Return the loss of every microbatch, (microbatches,) or (microbatches, 2), with zeros behind them, on every rank.
 
         Args:
             timeout: Seconds to wait for them.

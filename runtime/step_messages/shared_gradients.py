@@ -197,16 +197,17 @@ class Gradients:
                     counts[worker, self._spec([name for _, name in contents])] += min(count, POSTED_AHEAD)
         return counts
 
-    def begin_step(self, step: int, away: AwayFromHome | None = None) -> None:
+    def begin_step(self, step: int, away: AwayFromHome | None = None, first: int = 0) -> None:
         """Start a step, whose sums have begun, and discard the remains of an interrupted one.
 
         Args:
             step: The step's number.
             away: The microbatches whose contributions come from workers of other replicas.
+            first: The number of the first microbatch.
         """
         self._step = step
         self._away = away
-        self._next = self._posted = 0
+        self._next = self._posted = first
         self._own.clear()
         self._ended.clear()
         self._arriving.clear()

@@ -33,9 +33,9 @@ class StolenGradients(Gradients):
         super().__init__(rank, Accumulators(parameters), (), (), transport, timeout)
         self._kept: dict[int, list[Tensor | None]] = {}
 
-    def begin_step(self, step: int, away: AwayFromHome | None = None) -> None:
+    def begin_step(self, step: int, away: AwayFromHome | None = None, first: int = 0) -> None:
         """Start a step, and discard the remains of an interrupted one."""
-        super().begin_step(step, away)
+        super().begin_step(step, away, first)
         self._kept.clear()
 
     def add(self, stage: int, name: str, microbatch: int, gradient: Tensor | None, *, fresh: bool = False) -> None:

@@ -13,6 +13,7 @@ from typing import Final, NamedTuple
 import torch
 
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.runtime.synchrony.admissions import Admissions
 from adaptra.runtime.synchrony.claims import Claims
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 
@@ -20,7 +21,7 @@ _END: Final = -1
 
 
 class SlotMicrobatch(NamedTuple):
-    """A microbatch that a slot holds."""
+    """A microbatch that a slot holds. One of the step before has a negative number: -1 is that step's last."""
 
     replica: int
     microbatch: int
@@ -32,7 +33,6 @@ class Slots(ABC):
     Args:
         replica: This replica.
         microbatches: The number of microbatches of each replica.
-        kept: How many of its first ones a replica keeps for itself.
 
     Attributes:
         held: What the slots hold that are known.
@@ -40,19 +40,25 @@ class Slots(ABC):
         has_ended: Whether all further slots are empty.
     """
 
-    def __init__(self, replica: int, microbatches: int, kept: int) -> None:
+    def __init__(self, replica: int, microbatches: int) -> None:
         self._replica = replica
         self._microbatches = microbatches
-        self._kept = kept
         self._step = -1
         self.held: list[SlotMicrobatch] = []
         self.takers: Mapping[int, int] = {}
         self.has_ended = False
 
-    def begin_step(self, step: int, *, is_open: bool) -> None:
-        """Begin a step. If it is not ``open``, this replica computes all of its microbatches, and no others."""
+    def begin_step(self, step: int, first: range, *, is_open: bool) -> None:
+        """Begin a step.
+
+        Args:
+            step: The step's number.
+            first: This replica's microbatches in the first slots, which all of its ranks know beforehand.
+            is_open: Whether it is decided as the step runs what further slots hold. If not, this replica computes all of its
+                microbatches, and no others.
+        """
         self._step = step
-        self.held = [SlotMicrobatch(self._replica, microbatch) for microbatch in range(self._kept)]
+        self.held = [SlotMicrobatch(self._replica, microbatch) for microbatch in first]
         self.takers, self.has_ended = {}, False
         self._begin(is_open=is_open)
 
@@ -84,6 +90,11 @@ class Slots(ABC):
     def close(self) -> None:  # noqa: B027 - one of both has something to close
         """End what serves this rank alone."""
 
+    @property
+    def own(self) -> int:
+        """How many of the step's microbatches this replica computes itself, of those that are known."""
+        return sum(one.replica == self._replica and one.microbatch >= 0 for one in self.held)
+
     def _spec(self) -> MessageSpec:
         return (TensorSpec((self._microbatches + 2,), torch.int64, stays_on_host=True),)
 
@@ -91,52 +102,83 @@ class Slots(ABC):
         return Identity(self._step, Purpose.SLOT, 0, stage, len(self.held), self._spec())
 
 
-class ClaimedSlots(Slots):
+class DecidedSlots(Slots):
     """Those of the rank of the first stage, which decides.
 
     Args:
-        replica, microbatches, kept: As of :class:`Slots`.
-        most: The most microbatches of others that this replica takes in a step.
-        claims: This replica's claims.
-        may: Returns whether microbatches of another replica can be computed now.
+        replica, microbatches: As of :class:`Slots`.
         placement: ``placement[stage]`` is the stage's rank.
         transport: Joins the ranks of the pipeline.
     """
 
-    def __init__(
-        self,
-        replica: int,
-        microbatches: int,
-        kept: int,
-        most: int,
-        claims: Claims,
-        may: Callable[[int], bool],
-        placement: Sequence[int],
-        transport: Transport,
-    ) -> None:
-        super().__init__(replica, microbatches, kept)
+    def __init__(self, replica: int, microbatches: int, placement: Sequence[int], transport: Transport) -> None:
+        super().__init__(replica, microbatches)
         self._placement = placement
-        self._most = most
-        self._claims = claims
-        self._may = may
         self._transport = transport
 
-    def _begin(self, *, is_open: bool) -> None:
-        self._claims.open(self._step, self._kept if is_open else self._microbatches)
-        if not is_open:
-            self._end(self._microbatches)
-            self.held += [SlotMicrobatch(self._replica, one) for one in range(self._kept, self._microbatches)]
-
     def fill(self, slot: int) -> SlotMicrobatch | None:
-        """Claim what a slot holds: of this replica while anything is left there, then of others."""
+        """Decide what a slot holds."""
         if not self.is_known(slot):
-            held = self._claim()
+            held = self._next()
             if held is None:
                 self.end_step()
             else:
                 self._tell(held)
                 self.held.append(held)
         return self.of(slot)
+
+    @abstractmethod
+    def _next(self) -> SlotMicrobatch | None:
+        """Decide what the next slot holds; None if it is empty, and all further ones."""
+        ...
+
+    def _compute_all(self) -> None:
+        """Let this replica compute all of its microbatches, and no others."""
+        own = self.own
+        self._end(self._microbatches)
+        self.held += [SlotMicrobatch(self._replica, one) for one in range(own, self._microbatches)]
+
+    def _end(self, own: int) -> None:
+        """Tell the other ranks how many microbatches this replica computes itself, and that further slots are empty."""
+        takers = [self.takers.get(microbatch, _END) for microbatch in range(self._microbatches)]
+        self._tell((_END, own, *takers))
+        self.has_ended = True
+
+    def _tell(self, numbers: Sequence[int]) -> None:
+        told = torch.tensor([*numbers, *[0] * (self._microbatches + 2 - len(numbers))], dtype=torch.int64)
+        for stage, rank in enumerate(self._placement[1:], 1):
+            self._transport.send(rank, self._identity(stage), (told,))
+
+
+class ClaimedSlots(DecidedSlots):
+    """Those that hold this replica's microbatches while anything is left there, and then others'.
+
+    Args:
+        replica, microbatches, placement, transport: As of :class:`DecidedSlots`.
+        most: The most microbatches of others that this replica takes in a step.
+        claims: This replica's claims.
+        may: Returns whether microbatches of another replica can be computed now.
+    """
+
+    def __init__(
+        self,
+        replica: int,
+        microbatches: int,
+        placement: Sequence[int],
+        transport: Transport,
+        most: int,
+        claims: Claims,
+        may: Callable[[int], bool],
+    ) -> None:
+        super().__init__(replica, microbatches, placement, transport)
+        self._most = most
+        self._claims = claims
+        self._may = may
+
+    def _begin(self, *, is_open: bool) -> None:
+        self._claims.open(self._step, self.own if is_open else self._microbatches)
+        if not is_open:
+            self._compute_all()
 
     def end_step(self) -> None:
         """Tell the other ranks that further slots are empty."""
@@ -148,7 +190,7 @@ class ClaimedSlots(Slots):
         """End the connection to the store."""
         self._claims.close()
 
-    def _claim(self) -> SlotMicrobatch | None:
+    def _next(self) -> SlotMicrobatch | None:
         own = self._claims.claim()
         if own is not None:
             return SlotMicrobatch(self._replica, own)
@@ -157,32 +199,53 @@ class ClaimedSlots(Slots):
         stolen = self._claims.steal(self._may)
         return None if stolen is None else SlotMicrobatch(*stolen)
 
-    def _end(self, own: int) -> None:
-        takers = [self.takers.get(microbatch, _END) for microbatch in range(self._microbatches)]
-        self._tell((_END, own, *takers))
-        self.has_ended = True
 
-    def _tell(self, numbers: Sequence[int]) -> None:
-        told = torch.tensor([*numbers, *[0] * (self._microbatches + 2 - len(numbers))], dtype=torch.int64)
-        for stage, rank in enumerate(self._placement[1:], 1):
-            self._transport.send(rank, self._identity(stage), (told,))
+class AdmittedSlots(DecidedSlots):
+    """Those that hold this replica's own microbatches, up to a deadline.
+
+    Args:
+        replica, microbatches, placement, transport: As of :class:`DecidedSlots`.
+        admissions: Says whether another microbatch may begin.
+    """
+
+    def __init__(
+        self, replica: int, microbatches: int, placement: Sequence[int], transport: Transport, admissions: Admissions
+    ) -> None:
+        super().__init__(replica, microbatches, placement, transport)
+        self._admissions = admissions
+
+    def _begin(self, *, is_open: bool) -> None:
+        self._admissions.begin_step(self._step)
+        if not is_open:
+            self._compute_all()
+
+    def end_step(self) -> None:
+        """Tell the other ranks that further slots are empty."""
+        if not self.has_ended:
+            self._end(self.own)
+
+    def close(self) -> None:
+        """End the connection to the store."""
+        self._admissions.close()
+
+    def _next(self) -> SlotMicrobatch | None:
+        is_left = self.own < self._microbatches
+        return SlotMicrobatch(self._replica, self.own) if is_left and self._admissions.ask(self.own) else None
 
 
 class ToldSlots(Slots):
     """Those of any other rank, which is told.
 
     Args:
-        replica, microbatches, kept: As of :class:`Slots`.
+        replica, microbatches: As of :class:`Slots`.
         stage: This rank's stage.
         source: The rank of the first stage.
         transport: Joins the ranks of the pipeline.
         timeout: Seconds to wait for the first stage's rank.
     """
 
-    def __init__(
-        self, replica: int, microbatches: int, kept: int, stage: int, source: int, transport: Transport, timeout: float
-    ) -> None:
-        super().__init__(replica, microbatches, kept)
+    def __init__(self, replica: int, microbatches: int, stage: int, source: int, transport: Transport, timeout: float) -> None:
+        super().__init__(replica, microbatches)
         self._stage = stage
         self._source = source
         self._transport = transport
@@ -218,8 +281,7 @@ class ToldSlots(Slots):
         self._transport.release(pending)
         self._arriving = None
         if replica == _END:
-            known = sum(one.replica == self._replica for one in self.held)
-            self.held += [SlotMicrobatch(self._replica, one) for one in range(known, microbatch)]
+            self.held += [SlotMicrobatch(self._replica, one) for one in range(self.own, microbatch)]
             self.takers = {one: taker for one, taker in enumerate(takers) if taker != _END}
             self.has_ended = True
         else:

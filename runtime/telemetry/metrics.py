@@ -212,6 +212,7 @@ def _event(event: ControlEvent, rank: tuple[str, str]) -> Iterator[Sample]:
             | EventKind.MODE
             | EventKind.TRIAL
             | EventKind.STOLEN
+            | EventKind.DEFERRED
             | EventKind.ROLES
             | EventKind.SPLIT
             | EventKind.COMPILED

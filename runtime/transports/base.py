@@ -143,7 +143,8 @@ class Identity:
         purpose: The message's purpose, which decides the class of its channel.
         source: The sending stage. For messages between ranks, a rank's first stage, and for model state the rank.
         destination: The receiving stage.
-        microbatch: The microbatch within the step, or the number of several messages of one purpose, or the part of a sum.
+        microbatch: The microbatch within the step, negative for one of the step before. Or the number of several messages of
+            one purpose, or the part of a sum.
         specs: One per tensor.
         replica: The replica of the microbatch, or the one that sends a part of a sum.
         shape: The code of the batch's shape, 0 for that of the compilation; for a part of a sum, of what is added and how. Both

@@ -15,7 +15,7 @@ The header is :data:`HEADER_BYTES` long, little-endian::
     step        8      signed
     source      4      sending stage
     destination 4      receiving stage
-    microbatch  4
+    microbatch  4      signed
     sent at     8      double, the sender's time.monotonic seconds
     digest      16     of shapes and dtypes
     length      2      of the text
@@ -49,7 +49,7 @@ HEADER_BYTES: Final = 192
 INLINE_BYTES: Final = 4096
 VERSION: Final = 6
 _MAGIC: Final = b"adpt"
-_FORMAT: Final = struct.Struct("<4sBBHqiiId16sHIIIQHH114s")
+_FORMAT: Final = struct.Struct("<4sBBHqiiid16sHIIIQHH114s")
 _PURPOSES: Final = tuple(Purpose)
 _CODES: Final = {purpose: code for code, purpose in enumerate(_PURPOSES)}
 _TEXT_BYTES: Final = 114

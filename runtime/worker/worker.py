@@ -46,6 +46,7 @@ from adaptra.runtime.membership.timing import LOST_STORE_SECONDS
 from adaptra.runtime.outputs.sharing import SharedOutputs
 from adaptra.runtime.outputs.step_outputs import StepOutputs
 from adaptra.runtime.rdma.watch import RdmaEvent, watch
+from adaptra.runtime.synchrony.deferral import Deferral
 from adaptra.runtime.synchrony.local_steps import LocalSteps
 from adaptra.runtime.telemetry.rank import RankTelemetry
 from adaptra.runtime.transports.base import Identity
@@ -54,8 +55,9 @@ from adaptra.runtime.worker.call_numbers import CallNumbers
 from adaptra.runtime.worker.ends.x_order import XOrderSteps
 from adaptra.runtime.worker.last_steps import LastSteps, RunStep
 from adaptra.runtime.worker.rank_values import RankValues
+from adaptra.runtime.worker.stages.deferred_microbatches import DeferredMicrobatches
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
-from adaptra.runtime.worker.stages.stolen_microbatches import StolenMicrobatches
+from adaptra.runtime.worker.stages.open_microbatches import OpenMicrobatches
 from adaptra.runtime.worker.step.rank_context import RankContext
 from adaptra.runtime.worker.step.rank_programs import RankPrograms
 from adaptra.runtime.worker.step.receive_pool import by_worker
@@ -191,21 +193,27 @@ class Worker:
             self.failures.at(step, Moment.BEGIN)
             before = self.numbers.steps_before
             certificate = self._parts.run(executor, step, inputs, targets, loss_scale, before, of, outputs, asks=with_outputs)
-            self._tell_stolen()
+            self._tell_tail()
             measurement = self.monitor.end_step(step, started, time.monotonic(), of.shape.code)
         self.last.run = RunStep(certificate, measurement, of, goes_home)
         return certificate.losses, self._whole(step, outputs, executor.program, to_all=to_all)
 
-    def _tell_stolen(self) -> None:
-        """Tell what others have computed for this replica in the step that has run."""
-        stealing = self._parts.stealing
-        if stealing is not None and stealing.told is not None and 0 in self._parts.factory.own:
-            self.controller.recorder.emit_now(EventKind.STOLEN, stealing.told)
+    def _tell_tail(self) -> None:
+        """Tell what of this replica others have computed in the step that has run, or what is deferred to the next one."""
+        tail = self._parts.tail
+        if tail is not None and tail.told is not None and 0 in self._parts.factory.own:
+            self.controller.recorder.emit_now(tail.event, tail.told)
 
     @property
-    def stealing(self) -> StolenMicrobatches | None:
-        """What replicas compute for each other within a step; None where they don't."""
-        return self._parts.stealing
+    def tail(self) -> OpenMicrobatches | None:
+        """What this rank computes of a step that is not known before it; None where all is known."""
+        return self._parts.tail
+
+    @property
+    def deferral(self) -> Deferral | None:
+        """Which microbatches are deferred to the next step; None where none ever is."""
+        tail = self._parts.tail
+        return tail.deferral if isinstance(tail, DeferredMicrobatches) else None
 
     def _exchange(self, *, all_now: bool = False) -> None:
         """Exchange with other sites what is due at the begin of a step, or all that there is."""
@@ -230,6 +238,11 @@ class Worker:
     def apart(self) -> LocalSteps | XOrderSteps | None:
         """What sites do that update by themselves; None where all replicas are one site."""
         return self._parts.local or self._parts.order
+
+    @property
+    def logged(self) -> LocalSteps | XOrderSteps | Deferral | None:
+        """What keeps a log of updates that the clock decides on; None where every update has all gradients."""
+        return self.apart or self.deferral
 
     @property
     def updates(self) -> int:
@@ -278,7 +291,7 @@ class Worker:
             if not self.controller.coordinates:
                 self.last.reduces = own_reduce(step.measurement)
             self.controller.report(comparable)
-            moved = None if self._parts.stealing is None else self._parts.stealing.moved
+            moved = None if self._parts.tail is None else self._parts.tail.moved
             self._telemetry.end_step(step.measurement, self.monitor.kept[-1], moved)
             self._tell_norms(step)
 

@@ -60,11 +60,6 @@ def test_noise_and_signal_solve_their_expectations() -> None:
     assert MODEL.noise_scale.evaluate(noise, signal) == pytest.approx(28)
 
 
-def test_a_quorum_pays_below_the_ratio_at_which_times_are_equal() -> None:
-    ratio = MODEL.quorum_pays.evaluate(1000, 900, 1024)
-    assert MODEL.time.evaluate(ratio, 0, 1000, 900) == pytest.approx(MODEL.time.evaluate(1, 0, 1000, 1024))
-
-
 def test_the_published_interval_is_asynchronous_at_the_fastest_and_the_slowest_at_the_last() -> None:
     between = 1 / (3 / 0.3 + 1 / 0.6)
     assert MODEL.star_interval.evaluate(between, 0.3, 0.3, 0.6) == pytest.approx(between)

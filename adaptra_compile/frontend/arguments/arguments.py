@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from adaptra.frontend.arguments.mesh import describe_mesh, roles_of
 from adaptra.frontend.arguments.placing import STRAIGHT, Placement, placed_on
 from adaptra.frontend.arguments.wrapped_models import refuse_wrapped
 from adaptra.graph.inner_compiler import EAGER, check_inner
-from adaptra.planning.synchrony.modes import Stealing
+from adaptra.planning.synchrony.modes import Deadline, Stealing
 from adaptra.program import Program
 from adaptra.program.roles import Roles
 from adaptra.runtime.injection.faults import Fault
@@ -260,7 +260,7 @@ def check_synchronised(mode: Synchrony, options: Options, *, with_loss: bool) ->
         "a schedule of several replicas": (is_routed, "one of a single pipeline, as sites compute nothing for each other"),
     }
     of_thieves = {
-        "survive=True": (options.survive, "a job without it, as a step that is done again may be shared otherwise"),
+        "survive=True": (options.survive, "a job without it, as a step that is done again may have other microbatches"),
         "a function that returns no loss": no_loss,
         "lossy_bf16='slow'": (
             options.lossy_bf16 == "slow",
@@ -271,7 +271,14 @@ def check_synchronised(mode: Synchrony, options: Options, *, with_loss: bool) ->
             "one of a single pipeline, as it is decided in each step who computes what",
         ),
     }
-    reasons = of_thieves if isinstance(mode, Stealing) else {} if mode == EXACT else of_sites
+    of_deadline = {
+        "survive=True": of_thieves["survive=True"],
+        "a function that returns no loss": no_loss,
+        "noise_scale=True": (options.noise_scale, "False, as replicas have other numbers of microbatches in each step"),
+        "a schedule of several replicas": of_thieves["a schedule of several replicas"],
+    }
+    of_mode: Mapping[type, Mapping[str, tuple[bool, str]]] = {Stealing: of_thieves, Deadline: of_deadline}
+    reasons = {} if mode == EXACT else of_mode.get(type(mode), of_sites)
     for what, (holds, expected) in reasons.items():
         if holds:
             raise OptionError(f"synchrony={mode} with {what}: expected {expected}")

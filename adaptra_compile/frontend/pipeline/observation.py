@@ -103,9 +103,10 @@ class ObservationMethods(HeldSession):
 
         With several replicas the text says which microbatches no other replica would compute, and why. With
         ``Reduce(algorithm="auto")`` or a sharded optimizer it says how gradients are added, and why. With ``adaptra.Local``
-        it says how sites exchange, and how often they have. With ``adaptra.XOrder`` it says how far this replica is, and with
-        ``adaptra.Stealing`` how many microbatches have changed hands. The last change of synchronisation is named. It ends with
-        the last measured REDUCE, see :attr:`reduces`, and the noise scale where it is measured, see :attr:`noise_scales`.
+        it says how sites exchange, and how often they have. With ``adaptra.XOrder`` it says how far this replica is, with
+        ``adaptra.Stealing`` how many microbatches have changed hands, and with ``adaptra.Deadline`` how many are deferred. The
+        last change of synchronisation is named. It ends with the last measured REDUCE, see :attr:`reduces`, and the noise scale
+        where it is measured, see :attr:`noise_scales`.
         """
         alone = "".join(f"{line}\n" for line in self._require().alone)
         measured = "".join(f"last measured REDUCE, {one}\n" for one in self.reduces)
@@ -114,7 +115,7 @@ class ObservationMethods(HeldSession):
         noise = "".join(f"noise scale of this rank's gradients: {one}\n" for one in self.noise_scales)
         worker, changed = self._require().workers[0], self._require().synchrony.last
         sites = "" if changed is None else f"synchrony: {changed}\n"
-        sites += "".join(f"{mode}\n" for mode in (worker.apart, worker.stealing) if mode is not None)
+        sites += "".join(f"{mode}\n" for mode in (worker.apart, worker.tail) if mode is not None)
         return self._explain_plan(equations) + alone + sites + chosen + measured + noise
 
     @property

@@ -230,6 +230,21 @@ class StateMethods(HeldSession):
         self._apart("exchange").check_exchange()
         self._require().local.on_every_rank(lambda worker: worker.exchange(), "exchange")
 
+    def defer_nothing(self) -> None:
+        """Have the next step take in all microbatches, under ``Options(synchrony=adaptra.Deadline(...))``.
+
+        All ranks call it, before the last step, and before a step after which the training is saved or changed. What was
+        deferred to that step is in it in any case.
+
+        Raises:
+            OptionError: The job has no deadline.
+        """
+        session = self._require()
+        for worker in session.workers:
+            if worker.deferral is None:
+                raise OptionError("defer_nothing: steps have no deadline: expected Options(synchrony=adaptra.Deadline(...))")
+            worker.deferral.defers_nothing = True
+
     @property
     def updates(self) -> int:
         """The number of updates of the parameters in the whole training, the same on all replicas that have the last one.
@@ -265,27 +280,29 @@ class StateMethods(HeldSession):
 
         With ``adaptra.Local(quorum=...)`` the clock decides who takes part. Then :meth:`replay` needs it. With
         ``adaptra.XOrder(...)`` these are this replica's updates: who is in each, and with the parameters of which update. Also
-        from whom this replica has taken the state before it. After a change to exact updates it is that of the last mode, and
-        of no other ones.
+        from whom this replica has taken the state before it. With ``adaptra.Deadline(...)`` these are steps, the same on all
+        ranks: of each replica the first of its microbatches in a step, counted from its first step on, and how many. After a
+        change to exact updates it is that of the last mode, and of no other ones.
 
         Raises:
-            OptionError: All replicas are one site.
+            OptionError: Every update has the gradients of all microbatches.
         """
         session = self._require()
-        if session.workers[0].apart is None and session.synchrony.log is not None:
+        logged = session.workers[0].logged
+        if logged is None and session.synchrony.log is not None:
             return session.synchrony.log
-        return self._apart("exchange_log").log
+        return (logged or self._apart("exchange_log")).log
 
     def replay(self, log: Sequence[Any]) -> None:
-        """Exchange as a run did, from the next step on: with the same batches that gives its bits.
+        """Have updates of the same gradients as a run had, from the next step on: with the same batches that gives its bits.
 
         All ranks of the job call it, each with its own rank's :attr:`exchange_log` of that run.
 
         Raises:
-            OptionError: All replicas are one site.
+            OptionError: Every update has the gradients of all microbatches.
             StateError: It is no such log. Nothing changes then.
         """
-        self._apart("replay").replay(log)
+        (self._require().workers[0].logged or self._apart("replay")).replay(log)
 
     def _apart(self, call: str) -> LocalSteps | XOrderSteps:
         apart = self._require().workers[0].apart

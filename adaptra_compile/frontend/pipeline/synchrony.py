@@ -36,14 +36,15 @@ class SynchronyMethods(LayoutMethods):
         plan.
 
         Args:
-            mode: ``"exact"``, ``adaptra.Local(...)`` or ``adaptra.XOrder(...)``, as for ``Options(synchrony=…)``.
+            mode: As for ``Options(synchrony=…)``, but for ``adaptra.Auto``.
             optimizer: The torch optimizer of all of this process's parameters; by default the one given to :meth:`attach`.
 
         Raises:
             OptionError: The job can't have this mode, or it does not fit the memory. Nothing changes, on no rank.
-            StateError: A rank has a gradient, an optimizer of a part of the parameters, or was given another mode. Nothing
-                changes, on no rank. Sites with a quorum, or in x-order, have exchanged what they have learnt. In x-order all
-                replicas have to have made as many steps.
+            StateError: A rank has a gradient, an optimizer of a part of the parameters, or was given another mode. Or
+                microbatches are deferred to the next step, see :meth:`defer_nothing`. Nothing changes, on no rank. Sites with a
+                quorum, or in x-order, have exchanged what they have learnt. In x-order all replicas have to have made as many
+                steps.
             LaunchError, PeerLostError: A rank did not join or is lost. The pipeline has failed.
         """
         given = given_or_attached("take_synchrony", optimizer, self._optimizer)

@@ -235,7 +235,7 @@ class PipelineSpec:
             "Options(share=False)": not options.share,
             "Options(adapt=False)": not options.adapt,
             "sites update by themselves under Options(synchrony=...)": options.apart is not None,
-            "they take whole ones within a step under Options(synchrony=adaptra.Stealing(...))": options.stealing is not None,
+            "who computes what is decided within a step under Options(synchrony=...)": options.within_step is not None,
             "a function without a loss runs forwards and backwards as two programs": not self.with_loss,
             "a transport has one queue for all messages between two ranks, as NCCL has": self.in_order,
             "under Options(lossy_bf16='slow') each replica plans which messages round": options.lossy_bf16 == "slow",

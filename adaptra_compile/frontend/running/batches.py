@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from adaptra.errors import BatchError
 from adaptra.frontend.planned.stage_planning import PipelineSpec
 from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.shapes.agreement import agree_on_shape
@@ -135,8 +136,13 @@ class Batches:
         """Plan for a new shape of batch, and have the workers prepare for it.
 
         Raises:
-            BatchError: Another rank of the replica has a batch of another shape.
+            BatchError: Another rank of the replica has a batch of another shape. Or steps have a deadline.
         """
+        if new.larger.trains and self._workers[0].deferral is not None:
+            raise BatchError(
+                f"a batch of {new.name}: expected batches of the shape for which the pipeline was compiled, as those that were "
+                f"deferred to a step are computed with its own under synchrony={self._spec.options.synchrony}"
+            )
         self._new_shapes += 1
         agree_on_shape(
             new, self._new_shapes, self._local.launched, self._workers[0], self._local.calls, self._spec.options.timeout

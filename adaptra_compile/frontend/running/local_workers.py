@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from adaptra.errors import AdaptraError, LaunchError, PeerLostError, PipelineError
+from adaptra.errors import AdaptraError, LaunchError, PeerLostError, PipelineError, StateError
 from adaptra.frontend.arguments.shared_models import Sharing
 from adaptra.frontend.planned.stage_planning import PlannedPipeline
 from adaptra.frontend.planned.worker_factory import Recorders, close_all
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     from adaptra.frontend.running.sharded_parameters import ShardedParameters
 
 Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
 
 
 class LocalWorkers:
@@ -288,12 +291,26 @@ class LocalWorkers:
                 return self.launched.meet(timeout, self.check, consent.encode())
 
         try:
+            self.require_nothing_deferred(call)
             result, consent = ready()
         except Exception as error:
             meet(Consent.refused(error))
             raise
         check_consents(what, meet(consent))
         return result
+
+    def require_nothing_deferred(self, call: str) -> None:
+        """Refuse a call that would lose microbatches, or compute them with other parameters. All ranks refuse it alike.
+
+        Raises:
+            StateError: Some are deferred to the next step.
+        """
+        deferral = self.workers[0].deferral
+        if deferral is not None and any(deferral.deferred):
+            raise StateError(
+                f"{call}: {sum(deferral.deferred)} microbatches are deferred to the next step: expected a call after a step "
+                "that defers nothing, for which all ranks call pipe.defer_nothing() before"
+            )
 
     def check(self) -> None:
         """Raise the error that has ended this process's waits for other ranks, if there is one."""
@@ -316,6 +333,12 @@ class LocalWorkers:
         if self.calls is not None:
             self.calls.close(informs=True)
         was_open = self._end.alive
+        deferral = self.workers[0].deferral
+        if was_open and self.go_on and deferral is not None and deferral.deferred[deferral.replica]:
+            logger.warning(
+                f"{deferral.deferred[deferral.replica]} microbatches of replica {deferral.replica} were deferred to a step "
+                "that does not come: call pipe.defer_nothing() before the last step"
+            )
         self._end()
         self.redone = None  # which refers to this
         self.launched.job.leave()

@@ -14,19 +14,20 @@ import torch
 
 from adaptra.errors import OptionError, StateError
 from adaptra.frontend.arguments.arguments import check_synchronised
+from adaptra.frontend.planned.open_tails import check_within_step
 from adaptra.frontend.planned.site_memory import require_site_memory
 from adaptra.frontend.planned.stage_planning import PipelineSpec, PlannedPipeline
 from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.running.next_workers import NextWorkers
 from adaptra.graph.ops.autocast import refuse_autocast
-from adaptra.planning.synchrony.modes import Local, Stealing, XOrder
+from adaptra.planning.synchrony.modes import Local, WithinStep, XOrder
 from adaptra.planning.synchrony.regime import Regime
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.control_store.digest_tree import children_of, parent_of
 from adaptra.runtime.exchange.state_transfer import STATE, Handover, check_movable, gather_state, receive, send, set_state
 from adaptra.runtime.launch.agreement import agree_here
 from adaptra.runtime.launch.launch import sites_of
-from adaptra.runtime.options.stage_options import EXACT, Synchrony, check_synchrony
+from adaptra.runtime.options.stage_options import Synchrony, check_synchrony
 from adaptra.runtime.reconfigure.consent import Consent
 from adaptra.runtime.worker.worker import Worker
 from adaptra.runtime.world.world import WorkerId, World
@@ -46,7 +47,7 @@ class SynchronyChanges:
     Attributes:
         last: The last change, for people; None before it.
         regime: What was slow when modes were tried last; None before.
-        log: The exchanges of the last stretch in which sites updated by themselves, once it has ended; None before.
+        log: The updates of the last stretch of steps, where the clock has decided on them; None if it has not.
     """
 
     def __init__(self, spec: PipelineSpec, local: LocalWorkers, next_workers: NextWorkers) -> None:
@@ -74,12 +75,15 @@ class SynchronyChanges:
         before = local.synchrony
         if isinstance(before, XOrder) or (isinstance(before, Local) and before.quorum is not None):
             # Sites may be steps apart. One that is behind needs the others for its exchanges until it comes here.
-            self._exchange_all(call)
+            local.on_every_rank(Worker.exchange, call)
 
         def ready() -> tuple[tuple[World, PlannedPipeline], Consent]:
             refuse_autocast(call)
             following = self.following(mode)
             planned = self._spec.under(mode).within(following).planned(local.compiled)
+            if isinstance(mode, WithinStep):
+                in_order = any(transport.contract.in_order for transport in launched.transports)
+                check_within_step(mode, planned, following, in_order=in_order)
             self._check(call, optimizer)
             return (following, planned), Consent(alike=self._alike(mode, optimizer, scaler))
 
@@ -92,12 +96,13 @@ class SynchronyChanges:
             require_site_memory(mode, planned, launched, following, smallest, self._spec.options.timeout)
         began = time.monotonic()
         if launched.world.sites > 1:
-            self._exchange_all(call)
+            local.on_every_rank(Worker.exchange, call)
             with local.called(call), local.changing(call):
                 self._take_first_state(optimizer, scaler)
         with local.called(call), local.changing(call), self._next_workers.joined(following) as (joined, opened):
             agree_here(joined, planned.facts(), self._spec.options.timeout, local.check)
-            states = [worker.state for worker in local.home]
+            states, logged = [worker.state for worker in local.home], local.workers[0].logged
+            self.log = None if logged is None else logged.log
             local.end()
             self._next_workers.begin(planned, joined, states, opened)
         local.workers[0].attach(optimizer)
@@ -113,14 +118,9 @@ class SynchronyChanges:
             OptionError: The job can't have it; says why.
         """
         check_synchrony(mode)
-        if isinstance(mode, Stealing):
-            raise OptionError(
-                f"synchrony={mode} in a running job: expected {EXACT!r}, adaptra.Local(...) or adaptra.XOrder(...), as the "
-                "programs of a job that steals are planned with it"
-            )
         world = self._local.launched.world
         check_synchronised(mode, self._spec.options, with_loss=self._local.compiled.with_loss)
-        return world.followed_by(sites=sites_of(world, None if mode == EXACT else mode))
+        return world.followed_by(sites=sites_of(world, mode if isinstance(mode, Local | XOrder) else None))
 
     def _check(self, call: str, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a change in this process's state.
@@ -163,11 +163,6 @@ class SynchronyChanges:
             ("optimizer", f"{type(optimizer).__name__} of {settings}"),
             ("grad_scaler", "there" if scaler is not None else "not there"),
         )
-
-    def _exchange_all(self, call: str) -> None:
-        self._local.on_every_rank(Worker.exchange, call)
-        (worker,) = self._local.workers
-        self.log = None if worker.apart is None else worker.apart.log
 
     def _take_first_state(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
         """Replace the state of this site's optimizer and scaler by that of the first site's. Sites hand it on in a tree."""

@@ -153,13 +153,9 @@ class ModeChoice:
 
     def _of_deadline(self, price: ModePrice) -> Iterator[str]:
         """Yield why a deadline is not chosen."""
-        chosen, less = self.chosen, 1 - _time(price) / _time(self.chosen)
+        less = 1 - _time(price) / _time(self.chosen)
         if not self.is_allowed(price.mode) and less > _WORTH:
             yield f"{price.mode} would take {less:.1%} less, with other bits, and is not allowed"
-        elif price.pace.samples < chosen.pace.samples:
-            model, ratio = synchrony_equations(), price.pace.seconds / chosen.pace.seconds
-            pays = model.quorum_pays.evaluate(self.case.phi, price.pace.samples, chosen.pace.samples)
-            yield f"{price.mode}: an update takes {ratio:.3f} of the choice's, and pays below {pays:.3f} at this noise"
 
     def _estimate(self, price: ModePrice) -> str:
         """Return what is known of a mode before a trial."""

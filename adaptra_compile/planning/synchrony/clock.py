@@ -119,8 +119,8 @@ def updates_of(mode: Mode, case: SynchronyCase, times: StepTimes) -> Iterator[Ti
             return _reported(groups if isinstance(groups, tuple) else groups_by_speed(case.factors), 1, limit, case, times)
         case XOrder(x=x, staleness=limit):
             return _reported(tuple((one,) for one in range(case.replicas)), x or case.replicas, limit, case, times)
-        case Deadline(quorum=quorum):
-            return _by_quorum(quorum, case, times)
+        case Deadline():
+            return _until_deadline(mode, case, times)
         case Local(every=every):
             return _between_exchanges(every, case, times)
 
@@ -250,21 +250,36 @@ def _of_step(step: int, case: SynchronyCase) -> range:
     return range(step * case.microbatches, (step + 1) * case.microbatches)
 
 
-def _by_quorum(quorum: float, case: SynchronyCase, times: StepTimes) -> Iterator[TimedUpdate]:
-    """Yield updates with what is in when the quorum is. What a replica lacks then it takes first in its next step."""
+def _until_deadline(mode: Deadline, case: SynchronyCase, times: StepTimes) -> Iterator[TimedUpdate]:
+    """Yield updates of steps in which replicas begin no more microbatches once a share is begun.
+
+    What is begun is computed to its end. What a replica lacks then it takes first in its next step.
+    """
     now, done, each = 0.0, [0] * case.replicas, case.microbatches
-    for row in cycle(times):
-        ends = [[moment * (1 + one) / each for one in range(each)] for moment in row]
-        every_end = sorted(end for of_replica in ends for end in of_replica)
-        last = every_end[math.ceil(quorum * len(every_end)) - 1]
-        parts: list[ReplicaPart] = []
-        for replica, of_replica in enumerate(ends):
-            begin, more = done[replica], sum(end <= last for end in of_replica)
-            if more:
-                parts.append(ReplicaPart(replica, range(begin, begin + more), 0))
-            done[replica] += more
-        now += last + case.exchange
+    for step, row in enumerate(cycle(times)):
+        deferred = [step * each - one for one in done]
+        free = mode.free(each, deferred)
+        ends, counts = [0.0] * case.replicas, [0] * case.replicas
+        begins = [(0.0, replica) for replica in range(case.replicas)]
+        while begins:
+            begin, replica = heapq.heappop(begins)
+            if counts[replica] > deferred[replica]:
+                free -= 1
+                if free < 0:
+                    break
+            ends[replica] = begin + row[replica] / each
+            counts[replica] += 1
+            if counts[replica] < deferred[replica] + each:
+                heapq.heappush(begins, (ends[replica], replica))
+        for begin, replica in begins:  # those that still have deferred ones, or not even begun
+            missing = deferred[replica] + 1 - counts[replica]
+            if missing > 0:
+                ends[replica] = begin + missing * row[replica] / each
+                counts[replica] += missing
+        now += max(ends) + case.exchange
+        parts = (ReplicaPart(one, range(done[one], done[one] + counts[one]), 0) for one in range(case.replicas))
         yield TimedUpdate(now, tuple(parts))
+        done = [one + count for one, count in zip(done, counts, strict=True)]
 
 
 def _between_exchanges(every: int, case: SynchronyCase, times: StepTimes) -> Iterator[TimedUpdate]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, Literal, cast
 
@@ -12,6 +12,9 @@ from adaptra.errors import OptionError
 from adaptra.known_keywords import known_keywords
 
 Groups = tuple[tuple[int, ...], ...]
+
+_ROUNDING: Final = 1e-9
+"""By how much a share of a whole number may be above another whole number that it is meant to be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +81,51 @@ def _are_groups(groups: Any) -> bool:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@known_keywords
+@dataclass(frozen=True)
 class Deadline:
-    """An update happens when a share of all microbatches is in. The others are deferred to the next step, none is dropped.
+    """Once a share of all microbatches is begun, replicas begin no more. The others come first in the next step; none is lost.
+
+    A step's gradient is the mean over what is in it, of one set of parameters. What a model learns is another than in
+    ``"exact"``, as updates have other numbers of microbatches. The clock decides which: see ``pipe.exchange_log`` and
+    ``pipe.replay``.
 
     Attributes:
-        quorum: The share; 1 is exact without sharing.
+        quorum: The share, of a step's own microbatches and those that are deferred to it. 1 is exact without sharing.
+
+    Raises:
+        OptionError: It is out of range; shows it.
     """
 
     quorum: float = 0.9
 
+    def __post_init__(self) -> None:
+        if not (is_finite(self.quorum) and 0 < self.quorum <= 1):
+            raise OptionError(f"Deadline: quorum={self.quorum!r}: expected a share above 0, and at most 1")
+
     def __str__(self) -> str:
         return f"deadline={self.quorum:g}"
+
+    def extra_slots(self, microbatches: int) -> int:
+        """Return the most microbatches that a replica with so many has in a step beside them: deferred ones."""
+        return microbatches - 1
+
+    def more_of_own(self, microbatches: int) -> int:
+        """Return how many of these are the replica's own."""
+        return microbatches - 1
+
+    def free(self, microbatches: int, deferred: Sequence[int]) -> int:
+        """Return how many microbatches of a step are begun by whoever comes first.
+
+        Beside them each replica has those that are deferred to the step, and its first one.
+
+        Args:
+            microbatches: Those of a replica's step.
+            deferred: How many of each replica are deferred to this step.
+        """
+        replicas, first = len(deferred), sum(deferred)
+        quorum = math.ceil(self.quorum * (replicas * microbatches + first) - _ROUNDING)
+        return max(0, quorum - first - replicas)
 
 
 @known_keywords
@@ -111,9 +147,13 @@ class Stealing:
         if self.most is not None and not (is_whole(self.most) and self.most >= 1):
             raise OptionError(f"Stealing: most={self.most!r}: expected a whole number of at least 1, or None")
 
-    def of(self, microbatches: int) -> int:
+    def extra_slots(self, microbatches: int) -> int:
         """Return the most microbatches that a replica with so many takes."""
         return max(1, microbatches // 2) if self.most is None else self.most
+
+    def more_of_own(self, microbatches: int) -> int:
+        """Return how many of these are the replica's own: none."""
+        return 0
 
 
 @known_keywords
@@ -222,6 +262,9 @@ Mode = Synchronous | XOrder | Deadline | Local
 Apart = XOrder | Local
 """In these modes sites update by themselves."""
 
+WithinStep = Stealing | Deadline
+"""In these modes it is decided as a step runs which microbatches a replica computes."""
+
 _WORDS: Final[Mapping[str, Mode]] = {
     "exact": Synchronous(),
     "stealing": Synchronous(stealing=True),
@@ -261,8 +304,6 @@ def check_mode(mode: Mode, replicas: int) -> None:
     match mode:
         case XOrder():
             _check_order(mode, replicas)
-        case Deadline(quorum=quorum) if not (math.isfinite(quorum) and 0 < quorum <= 1):
-            raise OptionError(f"mode {mode}: expected a share above 0, and at most 1")
         case Local():
             _check_sites(mode, replicas)
         case Synchronous() | Deadline():

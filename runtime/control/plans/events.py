@@ -53,6 +53,8 @@ class EventKind(Enum):
     """
     UPDATED = "updated"
     """This rank's replica is in an update in x-order. ``text`` says which, who is in it, and how old their gradients are."""
+    DEFERRED = "deferred"
+    """Microbatches of this rank's replica come only in the next step, as a deadline was over. ``text`` says which."""
     MODE = "mode"
     """After ``step`` an update waits for something else. ``text`` says what the mode was and is, and how long the change took.
     """

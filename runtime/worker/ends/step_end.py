@@ -27,6 +27,7 @@ from adaptra.runtime.data_parallel.told_norms import ToldNorms
 from adaptra.runtime.devices.device_clock import Mark
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.options.reduce_options import Reduce
+from adaptra.runtime.synchrony.deferral import Deferral
 from adaptra.runtime.worker.ends.replica_losses import ReplicaLosses
 from adaptra.runtime.worker.stages.gradient_hooks import GradientHooks
 from adaptra.runtime.worker.stages.loss_reduction import Reduction, total_weight
@@ -167,6 +168,7 @@ class AllAtOnce:
         self._arrivals: Arrivals | None = None
         self._norms: SumNorms | None = None
         self._told: ToldNorms | None = None
+        self._deferral: Deferral | None = None
         if (replicas := losses.replicas).count > 1:
             nbytes = sum(one.nbytes for one in parameters.values())
             if reduce.bucket is None or reduce.is_auto:
@@ -222,7 +224,9 @@ class AllAtOnce:
             PeerLostError: Another replica has failed.
         """
         self._hooks.begin_step()
-        aside = self._hooks.names if self._losses.reduction is Reduction.MEAN else self.sums.parameters
+        defers = self._deferral is not None and self._deferral.deadline.quorum < 1
+        is_divided = defers or self._losses.reduction is not Reduction.MEAN
+        aside = self.sums.parameters if is_divided else self._hooks.names
         if self._shards is None:
             self.sums.begin_step(aside)
         else:
@@ -241,6 +245,10 @@ class AllAtOnce:
             self.sums.parameters[name].grad = None
         if self._sum is not None and shards.owners.keys() >= self.sums.parameters.keys():
             self._sum.bring_to(shards.owners)
+
+    def defer(self, deferral: Deferral) -> None:
+        """Divide sums by the microbatches that are in them, before the first step, as others are deferred to the next one."""
+        self._deferral = deferral
 
     @contextmanager
     def adding(self) -> Generator[None]:
@@ -275,11 +283,18 @@ class AllAtOnce:
         if self._told is not None and self._norms is not None:
             samples = total_weight(own) if is_weighted else sum(contribution.rows)
             self._told.take(self._norms.read(), samples, contribution.loss_scale)
-        tells = [one for one in (self._arrivals, self._told) if one is not None]
+        tells = [one for one in (self._arrivals, self._told, self._deferral) if one is not None]
         losses = self._losses.combine(contribution.replica, contribution.rows, own, self._hooks, tells)
         if self._arrivals is not None and self._arrivals.last is not None:
             self._monitor.chose(self._arrivals.last)
-        return Certificate(losses, total_weight(losses) if is_weighted else None)
+        divisor = total_weight(losses) if is_weighted else None
+        if self._deferral is not None:
+            losses = losses[: max(self._deferral.counts)]
+            if self._losses.reduction is Reduction.MEAN:
+                # Each microbatch has the weight of one in a whole step. The losses' mean is to be that of what is in the step.
+                divisor = self._deferral.share
+                losses = losses * (len(losses) / self._deferral.mean_count)
+        return Certificate(losses, None if divisor == 1.0 and not is_weighted else divisor)
 
     def commit(self, certificate: Certificate) -> None:
         """Divide the sums, fill ``grad``, and run hooks."""

@@ -129,10 +129,11 @@ class TrainingStage:
         self._outputs = outputs
 
     def forward(self, step: int, microbatch: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run F, and keep the values for I and W until they run."""
+        """Run F, and keep the values for I and W until they run. A negative number is a microbatch of the step before."""
         self._await_buffers()
-        key = RandomKey(self._seed, self._steps_before + step, self._first_microbatch + microbatch)
-        if self._outputs is None:
+        later, number = divmod(microbatch, self._root.microbatches)
+        key = RandomKey(self._seed, self._steps_before + step + later, self._first_microbatch + number)
+        if self._outputs is None or microbatch < 0:
             outputs, self._saved[microbatch] = self._stage.run_forward(self._state, inputs, key, targets)
         else:
             outputs, self._saved[microbatch] = self._outputs.run_forward(

@@ -12,20 +12,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
+from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.step_messages.stolen_gradients import PackedTensors, StolenGradients
 from adaptra.runtime.synchrony.shared_batch import SharedBatch
 from adaptra.runtime.synchrony.slots import SlotMicrobatch, Slots
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
+from adaptra.runtime.worker.stages.open_microbatches import Batch, OpenMicrobatches
 from adaptra.runtime.worker.stages.stage import TrainingStage
 from adaptra.simulation.worker_steps import Moved
 
-Batch = Sequence[Sequence[Tensor]]
 MakeStage = Callable[[int, StolenGradients], TrainingStage]
 """Makes a stage that computes microbatches of a replica, and gives their weight gradients to what keeps them."""
 
@@ -53,12 +53,13 @@ class StolenParts:
     results: MessageSpec
 
 
-class StolenMicrobatches:
+class StolenMicrobatches(OpenMicrobatches):
     """One rank's part. Used by the thread that runs the steps.
 
     Args:
         replica: This replica.
         number: The number of its stage.
+        kept: How many of its first microbatches a replica keeps for itself.
         workers: The worker that has the stage, by replica.
         slots: What the slots of its pipeline hold.
         parts: What it computes others' microbatches with.
@@ -66,26 +67,27 @@ class StolenMicrobatches:
         timeout: Seconds to wait for others.
 
     Attributes:
-        slots: As given.
         stolen: How many microbatches of others this rank has computed.
         given: How many of its own replica's others have computed.
-        told: What others have computed for this replica in the last step, in words; None if nothing.
     """
+
+    event = EventKind.STOLEN
 
     def __init__(
         self,
         replica: int,
         number: int,
+        kept: int,
         workers: Sequence[int],
         slots: Slots,
         parts: StolenParts,
         job: Transport,
         timeout: float,
     ) -> None:
-        self._replica = replica
+        super().__init__(replica, slots)
         self._number = number
+        self._first_slots = range(kept)
         self._workers = workers
-        self.slots: Final = slots
         self._parts = parts
         self._job = job
         self._timeout = timeout
@@ -97,7 +99,6 @@ class StolenMicrobatches:
         self._step = -1
         self._begin_stage = (1.0, 0)
         self.stolen = self.given = 0
-        self.told: str | None = None
 
     def receive_counts(self) -> Counter[tuple[int, MessageSpec]]:
         """Return the number of receive buffers needed at a time, per source worker and message, but for :attr:`slots`."""
@@ -107,14 +108,7 @@ class StolenMicrobatches:
     def begin_step(
         self, step: int, inputs: Batch, targets: Batch, loss_scale: float, steps_before: int, *, is_open: bool
     ) -> None:
-        """Begin a step.
-
-        Args:
-            step: The step's number.
-            inputs, targets: Per microbatch of this replica, on the rank that uses them.
-            loss_scale, steps_before: As of :meth:`adaptra.runtime.worker.stages.stage.TrainingStage.begin_step`.
-            is_open: Whether this replica takes part. If not it computes its own microbatches, and no others.
-        """
+        """Begin a step, see :class:`.open_microbatches.OpenMicrobatches`."""
         self._step = step
         self._results.clear()
         for batch, given in ((self._parts.inputs, inputs), (self._parts.targets, targets)):
@@ -124,11 +118,7 @@ class StolenMicrobatches:
             stage.begin_step(loss_scale, steps_before)
             gradients.begin_step(step)
         self._begin_stage = (loss_scale, steps_before)
-        self.slots.begin_step(step, is_open=is_open)
-
-    def is_own(self, held: SlotMicrobatch) -> bool:
-        """Return whether a microbatch is of this replica."""
-        return held.replica == self._replica
+        self.slots.begin_step(step, self._first_slots, is_open=is_open)
 
     def stage_of(self, held: SlotMicrobatch) -> TrainingStage:
         """Return the stage that computes what a slot holds."""
@@ -150,14 +140,7 @@ class StolenMicrobatches:
     def end_step(self, results: dict[int, tuple[Tensor, ...]]) -> bool:
         """Send home what was computed for others, and add what others have computed for this replica.
 
-        Args:
-            results: Those of this replica's microbatches so far, on the rank of the last stage. Others are added.
-
-        Returns:
-            Whether results were added, so that they are complete only now.
-
-        Raises:
-            TransportError: It could not be exchanged.
+        See :class:`.open_microbatches.OpenMicrobatches`.
         """
         self.slots.end_step()
         for held in sorted(one for one in self.slots.held if not self.is_own(one)):
@@ -177,10 +160,6 @@ class StolenMicrobatches:
         taken = Counter(held.replica for held in self.slots.held if not self.is_own(held))
         given = Counter(self._workers[taker] for taker in self.slots.takers.values())
         return Moved(tuple(sorted(taken.items())), tuple(sorted(given.items())))
-
-    def close(self) -> None:
-        """End what serves this rank alone."""
-        self.slots.close()
 
     def __str__(self) -> str:
         return (

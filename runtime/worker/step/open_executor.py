@@ -11,8 +11,8 @@ from torch import Tensor
 from adaptra.program import Kind, Op
 from adaptra.program.dependencies import SENT_BY
 from adaptra.runtime.synchrony.slots import SlotMicrobatch
+from adaptra.runtime.worker.stages.open_microbatches import OpenMicrobatches
 from adaptra.runtime.worker.stages.stage import Stage
-from adaptra.runtime.worker.stages.stolen_microbatches import StolenMicrobatches
 from adaptra.runtime.worker.step.executor import ExecutedStep, Executor
 
 
@@ -22,15 +22,15 @@ class OpenTail:
     A receive is posted at its place in the order, or once it is known that its slot is not empty.
 
     Args:
-        stealing: Says what slots hold, and computes other replicas' microbatches.
-        microbatches: The number of microbatches of each replica.
+        work: What slots hold, and what computes it.
+        microbatches: The number of results with which a step's are complete; 0 if only its end shows that.
 
     Attributes:
-        stealing, microbatches: As given.
+        work, microbatches: As given.
     """
 
-    def __init__(self, stealing: StolenMicrobatches, microbatches: int) -> None:
-        self.stealing: Final = stealing
+    def __init__(self, work: OpenMicrobatches, microbatches: int) -> None:
+        self.work: Final = work
         self.microbatches: Final = microbatches
         self._waiting = {kind: deque[Op]() for kind in SENT_BY}
 
@@ -41,7 +41,7 @@ class OpenTail:
 
     def held_by(self, op: Op) -> SlotMicrobatch | None:
         """Return what an op's slot holds, once it is known; None if it is empty."""
-        slots = self.stealing.slots
+        slots = self.work.slots
         return slots.fill(op.microbatch) if op.kind is Kind.F else slots.of(op.microbatch)
 
     def wait_for(self, receive: Op) -> None:
@@ -52,9 +52,9 @@ class OpenTail:
         """Return the receives that can be posted now."""
         known: list[Op] = []
         for receives in self._waiting.values():
-            while receives and self.stealing.slots.is_known(receives[0].microbatch):
+            while receives and self.work.slots.is_known(receives[0].microbatch):
                 receive = receives.popleft()
-                if self.stealing.slots.of(receive.microbatch) is not None:
+                if self.work.slots.of(receive.microbatch) is not None:
                     known.append(receive)
         return known
 
@@ -83,26 +83,26 @@ class OpenExecutor(Executor):
 
     def _computing(self, op: Op) -> tuple[Stage, int]:
         held = self._held(op.microbatch)
-        return self._tail.stealing.stage_of(held), held.microbatch
+        return self._tail.work.stage_of(held), held.microbatch
 
     def _inputs_of(self, op: Op, now: ExecutedStep) -> Sequence[Tensor]:
-        return self._tail.stealing.inputs_of(self._held(op.microbatch), now.inputs)
+        return self._tail.work.inputs_of(self._held(op.microbatch), now.inputs)
 
     def _targets_of(self, op: Op, now: ExecutedStep) -> Sequence[Tensor]:
-        return self._tail.stealing.targets_of(self._held(op.microbatch), now.targets)
+        return self._tail.work.targets_of(self._held(op.microbatch), now.targets)
 
     def _found(self, now: ExecutedStep, microbatch: int, results: tuple[Tensor, ...]) -> None:
-        held, stealing = self._held(microbatch), self._tail.stealing
-        if stealing.is_own(held):
+        held, work = self._held(microbatch), self._tail.work
+        if work.is_own(held):
             super()._found(now, held.microbatch, results)
         else:
-            stealing.keep_results(held, tuple(one.detach() for one in results))
+            work.keep_results(held, tuple(one.detach() for one in results))
 
     @property
     def _count(self) -> int:
         return self._tail.microbatches
 
     def _held(self, slot: int) -> SlotMicrobatch:
-        held = self._tail.stealing.slots.of(slot)
+        held = self._tail.work.slots.of(slot)
         assert held is not None, "ops of empty slots are skipped"
         return held

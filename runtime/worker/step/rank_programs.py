@@ -197,11 +197,12 @@ class RankPrograms:
         mark, told = context.clock.mark, context.monitor
         messages = ProgramMessages(lowered, shapes, batch, carrier, told, timeout, mark, code, ends_early=is_open)
         beside = context.pacing, told, mark, context.turns, context.failures
-        stealing = self._parts.stealing
-        if not is_open or stealing is None:
+        tail, mode = self._parts.tail, context.options.within_step
+        if not is_open or tail is None or mode is None:
             return Executor(lowered, carrier.rank, stages, messages, *beside)
         executor = OpenExecutor(lowered, carrier.rank, stages, messages, *beside)
-        executor.follow(OpenTail(stealing, self._initial.program.microbatches))
+        microbatches = self._initial.program.microbatches
+        executor.follow(OpenTail(tail, 0 if mode.more_of_own(microbatches) else microbatches))
         return executor
 
     def _reserve(self, executor: Executor, number: int) -> None:
@@ -211,7 +212,7 @@ class RankPrograms:
         counts = Counter(executor.receive_counts)
         if number not in (FIRST, _HOME):  # the losses of the first shape are always reserved
             counts += self._shapes[number].losses.receive_counts()
-        others = Counter() if self._parts.stealing is None else self._parts.stealing.receive_counts()
+        others = Counter() if self._parts.tail is None else self._parts.tail.receive_counts()
         self.buffers.grow(by_worker(self._context.transport, counts) + others, number)
 
     @cached_property
@@ -249,11 +250,11 @@ class RankPrograms:
         return _Runnable(plan.version, number, program, executor)
 
     def _ordered(self, program: Program, number: int) -> Program:
-        """Return the program that runs for a program of a shape: with an open tail where others' microbatches may follow."""
-        stealing = self._context.options.stealing
-        if stealing is None or self._parts.stealing is None or number != FIRST:
+        """Return the program that runs for a program of a shape: with an open tail where other microbatches may follow."""
+        mode = self._context.options.within_step
+        if mode is None or self._parts.tail is None or number != FIRST:
             return program
-        return open_tail(program, stealing.of(program.microbatches))
+        return open_tail(program, mode.extra_slots(program.microbatches))
 
     def _messages(self, plan: Plan, shape: StepShape) -> list[MessageShapes]:
         def of(compiled: CompiledStages) -> list[MessageShapes]:

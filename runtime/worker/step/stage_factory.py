@@ -149,7 +149,9 @@ class StageFactory:
         # A pipeline without a loss broadcasts none, and a scalar stands for it.
         loss = results[0] if compiled.with_loss else TensorSpec((), results[0].dtype)
         sharing = {placement[stage] for one in compiled.tied if self.last in one.stages for stage in one.stages}
-        own = self._context.rank, placement, shape.microbatches
+        tail = self._context.options.within_step
+        more = tail.more_of_own(shape.microbatches) if tail is not None and shape.number == FIRST else 0
+        own = self._context.rank, placement, shape.microbatches + more
         return LossBroadcast(*own, loss, sharing, self._context.transport, shape.code)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Final, cast
+from typing import Final
 
 from torch import Tensor
 
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
-from adaptra.planning.synchrony.modes import XOrder
+from adaptra.planning.synchrony.modes import Deadline, Stealing, XOrder
 from adaptra.program import Program
 from adaptra.program.placement import stages_of
 from adaptra.runtime.control_store.signed_store import under
@@ -23,24 +23,21 @@ from adaptra.runtime.outputs.step_outputs import StepOutputs
 from adaptra.runtime.step_messages.gradient_norms import GradientNorms, counted_on
 from adaptra.runtime.step_messages.probes import Probes
 from adaptra.runtime.step_messages.shared_gradients import Gradients, SharedParameter
-from adaptra.runtime.synchrony.claims import Claims
+from adaptra.runtime.synchrony.deferral import Deferral
 from adaptra.runtime.synchrony.local_steps import LocalSteps
-from adaptra.runtime.synchrony.shared_batch import SharedBatch
-from adaptra.runtime.synchrony.slots import ClaimedSlots, ToldSlots
-from adaptra.runtime.transports.base import Purpose
 from adaptra.runtime.worker.ends.replica_losses import ReplicaLosses
 from adaptra.runtime.worker.ends.step_end import AllAtOnce, Certificate, Contribution, StepEnd
 from adaptra.runtime.worker.ends.x_order import XOrderSteps
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
-from adaptra.runtime.worker.stages.stage import ForwardStage, Stage, TrainingStage
-from adaptra.runtime.worker.stages.stolen_microbatches import StolenMicrobatches, StolenParts
+from adaptra.runtime.worker.stages.open_microbatches import OpenMicrobatches
+from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
 from adaptra.runtime.worker.step.executor import Executor
 from adaptra.runtime.worker.step.foreign_stages import ForeignStages
 from adaptra.runtime.worker.step.rank_context import RankContext
 from adaptra.runtime.worker.step.receive_pool import by_worker
 from adaptra.runtime.worker.step.shapes import FIRST, RankShape, StepShape
 from adaptra.runtime.worker.step.stage_factory import StageFactory, message_bytes
-from adaptra.runtime.world.world import WorkerId
+from adaptra.runtime.worker.step.tail_factory import TailFactory
 
 Batch = Sequence[Sequence[Tensor]]
 """The tensors of a step, per microbatch."""
@@ -67,7 +64,7 @@ class StepParts:
         local: The exchanges between sites that take local steps; None in other modes.
         order: The updates in x-order; None in other modes.
         first: What of this rank depends on the shape of the compilation.
-        stealing: What this rank computes for other replicas within a step, and they for it; None where they don't.
+        tail: What this rank computes of a step that is not known before it; None where all is known.
     """
 
     def __init__(
@@ -86,7 +83,7 @@ class StepParts:
         self._losses = ReplicaLosses(context.replicas, reduction, microbatches)
         self._probes = Probes(rank, placement, transport, context.monitor, message_bytes(compiled))
         self.order: Final = self._x_order(compiled, trainable, reduction)
-        self.end: Final[StepEnd] = self.order or AllAtOnce(
+        at_once = AllAtOnce(
             trainable,
             compiled.copied(placement),
             {one.name for one in shared}.intersection(trainable),
@@ -97,6 +94,11 @@ class StepParts:
             fills=not context.is_guest,
             measured=counted_on(own, compiled) if options.noise_scale else None,
         )
+        deferral = None
+        if isinstance(options.synchrony, Deadline) and context.replicas.count > 1:
+            deferral = Deferral(options.synchrony, context.replica, context.replicas.count, microbatches)
+            at_once.defer(deferral)
+        self.end: Final[StepEnd] = self.order or at_once
         self.gradients: Final = Gradients(
             rank, self.end.sums, shared, placement, transport, options.timeout, self._probes.answer
         )
@@ -114,15 +116,15 @@ class StepParts:
         )
         self.first: Final = self.factory.first()
         self._foreign = ForeignStages(self.factory, context, shared)
-        self.stealing: Final = self._stealing(microbatches)
+        self.tail: Final = self._tail(microbatches, deferral)
 
     def close(self) -> None:
         """End the sum over replicas, and the exchanges between sites. There is no later step."""
         self.end.close()
         if self.local is not None:
             self.local.close()
-        if self.stealing is not None:
-            self.stealing.close()
+        if self.tail is not None:
+            self.tail.close()
 
     def shard(self, shards: Shards) -> None:
         """Let parameters have owners from the next step on."""
@@ -159,7 +161,7 @@ class StepParts:
         message.
         """
         senders = (self.gradients, self.first.losses, self._probes, self.norms)
-        slots = Counter({} if self.stealing is None else self.stealing.slots.receive_counts())
+        slots = Counter({} if self.tail is None else self.tail.slots.receive_counts())
         return sum((Counter(each.receive_counts()) for each in senders), slots)
 
     def run(
@@ -201,13 +203,14 @@ class StepParts:
         self._probes.begin_step(step, None if program.is_one_pipeline else executor.heard)
         shape.losses.begin_step(step)
         self.end.begin()
-        self.gradients.begin_step(step, self._foreign.away_from_home(program))
+        first = 0 if self.tail is None else self.tail.first
+        self.gradients.begin_step(step, self._foreign.away_from_home(program), first)
         self.buffers.begin()
         self._begin_stages(shape.stages, outputs, loss_scale, steps_before)
         self._foreign.begin_step(step, program, self.end.sums, loss_scale, steps_before)
-        if self.stealing is not None:
+        if self.tail is not None:
             is_open = shape.shape.number == FIRST and not asks
-            self.stealing.begin_step(step, inputs, targets, loss_scale, steps_before, is_open=is_open)
+            self.tail.begin_step(step, inputs, targets, loss_scale, steps_before, is_open=is_open)
         with self.end.adding():
             results = executor.run(
                 step,
@@ -218,8 +221,10 @@ class StepParts:
                 asks=replica in outputs,
                 on_asked=keep_for,
             )
-            if self.stealing is not None and self.stealing.end_step(results):
+            if self.tail is not None and self.tail.end_step(results) and results:
                 shape.losses.send(results)
+            if self.tail is not None and asks:
+                self.tail.require_all(shape.shape.microbatches)
             self.gradients.end_step()
             self.buffers.end()
         self._context.failures.at(step, Moment.REDUCE)
@@ -272,7 +277,7 @@ class StepParts:
         else:
             shape.losses.begin_step(step)
             executor.run(step, inputs, targets, on_results=shape.losses.send)
-            losses = shape.losses.end_step(self._context.options.timeout)
+            losses = shape.losses.end_step(self._context.options.timeout)[: shape.shape.microbatches]
             losses = self._losses.combine(self._context.replica, shape.shape.rows, losses)
         self.buffers.end()
         self.kept.gather()
@@ -303,38 +308,12 @@ class StepParts:
         reduce = context.options.reduce
         return XOrderSteps(order, trainable, copied, reduction, reduce, context.sites, store, context.rank)
 
-    def _stealing(self, microbatches: int) -> StolenMicrobatches | None:
-        context, factory, stealing = self._context, self.factory, self._context.options.stealing
-        if stealing is None or context.replicas.count == 1:
+    def _tail(self, microbatches: int, deferral: Deferral | None) -> OpenMicrobatches | None:
+        context, mode = self._context, self._context.options.within_step
+        if context.replicas.count == 1 or mode is None:
             return None
-        world, job, timeout, replica = context.world, context.job, context.options.timeout, context.replica
-        (number,), stages = factory.own, factory.compiled.train
-        workers = world.column(world.seat(WorkerId(context.worker)).place)
-        kept = min(len(stages), microbatches)
-
-        def shared(purpose: Purpose, specs: MessageSpec) -> SharedBatch:
-            others = range(kept, microbatches)
-            return SharedBatch(purpose, number, specs, others, workers, job, context.device, timeout)
-
-        first, last = number == 0, number == factory.last
-        inputs = shared(Purpose.INPUT, stages[0].inputs) if first else None
-        targets = shared(Purpose.TARGET, stages[-1].targets) if last else None
-        own = replica, microbatches, kept
-        if inputs is None:
-            slots = ToldSlots(*own, number, context.placement[0], context.transport, timeout)
-        else:
-            claims = Claims(under(f"claims/{world.epoch}", job.store), replica, context.replicas.count, microbatches)
-            slots = ClaimedSlots(*own, stealing.of(microbatches), claims, inputs.has, context.placement, context.transport)
-        parts = StolenParts(
-            cast("TrainingStage", self.first.stages[number]),
-            lambda other, gradients: factory.foreign(other, number, gradients),
-            {name: factory.state[name] for name in stages[number].trainable},
-            stages[number].contributions,
-            inputs,
-            targets,
-            stages[-1].outputs if last else (),
-        )
-        return StolenMicrobatches(replica, number, workers, slots, parts, job, timeout)
+        tails = TailFactory(context, self.factory, self.first.stages, microbatches)
+        return tails.stolen(mode) if isinstance(mode, Stealing) else tails.deferred(deferral) if deferral is not None else None
 
     def _begin_stages(
         self, stages: Mapping[int, ForwardStage], outputs: Mapping[int, StepOutputs], loss_scale: float, steps_before: int

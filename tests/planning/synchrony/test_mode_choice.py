@@ -52,15 +52,14 @@ def test_modes_without_a_formula_are_tried_and_never_chosen() -> None:
 
 def test_a_deadline_that_is_not_allowed_is_named() -> None:
     choice = ModeChoice(unsteady(1000, "deadline=0.9"))
-    assert [*choice.reasons()][-1].startswith("deadline=0.9 would take 4")
+    assert [*choice.reasons()][-1].startswith("deadline=0.9 would take 3")
     assert [*choice.reasons()][-1].endswith("less, with other bits, and is not allowed")
 
 
-def test_noise_decides_what_fewer_samples_cost() -> None:
-    quiet, loud = (ModeChoice(unsteady(phi, "deadline=0.9")) for phi in (1, 1e6))
-    for choice, needed in ((quiet, 1.0), (loud, 1024 / 928)):
-        ratio = price(choice, "deadline=0.9").to_json(choice.exact)["updates_of_exact"]
-        assert ratio == pytest.approx(needed, rel=1e-2)
+@pytest.mark.parametrize("phi", [1, 1e6])
+def test_what_is_deferred_comes_later_so_a_deadline_needs_no_more_updates(phi: float) -> None:
+    choice = ModeChoice(unsteady(phi, "deadline=0.9"))
+    assert price(choice, "deadline=0.9").to_json(choice.exact)["updates_of_exact"] == pytest.approx(1.0, rel=1e-3)
 
 
 def test_the_json_of_a_choice_is_whole_and_its_case_reads_back() -> None:

@@ -71,13 +71,16 @@ def test_stealing_takes_what_has_not_begun_and_nothing_else() -> None:
 
 
 def test_jitter_is_what_was_measured_beside_real_gradients() -> None:
-    """Prototypes had 0.529 and 0.501 for stealing without shares, with 8 and 16 microbatches, and 0.576 for a deadline."""
+    """Prototypes had 0.529 and 0.501 for stealing without shares, with 8 and 16 microbatches.
+
+    A deadline had 0.576, but threw away what was begun.
+    """
     for count, most in ((8, 0.535), (16, 0.51)):
         case = SynchronyCase(8, 1000, {}, jitter=0.3, pauses=0.05, microbatches=count)
         times = draw_times(case, seed=1)
         exact = pace_of(EXACT, case, times).seconds
         assert capacity(case, times) < pace_of(STEALING, case, times).seconds <= most * exact
-    assert pace_of(Deadline(0.9), case, times).seconds < 0.58 * exact
+    assert pace_of(Deadline(0.9), case, times).seconds < 0.65 * exact
 
 
 def test_groups_are_by_speed() -> None:

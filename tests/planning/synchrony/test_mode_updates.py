@@ -9,7 +9,7 @@ from itertools import islice, pairwise
 import pytest
 
 from adaptra.planning.synchrony.case import SynchronyCase
-from adaptra.planning.synchrony.clock import ReplicaPart, TimedUpdate, draw_times, pace_of, updates_of
+from adaptra.planning.synchrony.clock import TimedUpdate, draw_times, pace_of, updates_of
 from adaptra.planning.synchrony.modes import Deadline, Local, Mode, Synchronous, XOrder
 
 JITTER = SynchronyCase(5, 1000, {3: 1.5}, jitter=0.3, pauses=0.05, microbatches=4, exchange=0.1)
@@ -61,11 +61,15 @@ def test_the_age_is_the_updates_since_the_replica_began(mode: Mode) -> None:
 
 
 def test_what_a_deadline_lacks_is_deferred_to_the_next_step() -> None:
-    updates = first(3, Deadline(0.5), SynchronyCase(2, 1000, {1: 4.0}, microbatches=4))
-    assert [update.parts for update in updates] == [
-        (ReplicaPart(0, range(4 * step, 4 * step + 4), 0), ReplicaPart(1, range(step, step + 1), 0)) for step in range(3)
+    updates = first(3, Deadline(0.75), SynchronyCase(2, 1000, {1: 4.0}, microbatches=4))
+    # The slow one has its first and one more, later also two that were deferred. The fast one is done meanwhile.
+    assert [[(part.replica, part.microbatches) for part in update.parts] for update in updates] == [
+        [(0, range(4)), (1, range(2))],
+        [(0, range(4, 8)), (1, range(2, 6))],
+        [(0, range(8, 12)), (1, range(6, 10))],
     ]
-    assert [update.moment for update in updates] == pytest.approx([1.0, 2.0, 3.0])
+    assert {part.age for update in updates for part in update.parts} == {0}
+    assert [update.moment for update in updates] == pytest.approx([2.0, 6.0, 10.0])
 
 
 def test_a_late_report_joins_the_next_update_which_waits_where_it_would_be_too_old_in_a_later_one() -> None:

@@ -59,7 +59,7 @@ def test_usual_modes_depend_on_who_is_slow() -> None:
         ({"replicas": 8, "phi": 1, "modes": ["x-order=9"]}, "c.json: mode x-order=9: expected 1 to 8 replicas in an update"),
         (
             {"replicas": 8, "phi": 1, "modes": ["deadline=2"]},
-            "c.json: mode deadline=2: expected a share above 0, and at most 1",
+            "c.json: Deadline: quorum=2.0: expected a share above 0, and at most 1",
         ),
         ({"replicas": 8, "phi": 1, "modes": ["local=0"]}, "c.json: Local: every=0: expected a whole number of at least 1"),
         ({"replicas": 1, "phi": 1, "modes": ["local=2"]}, "c.json: mode local=2: expected at least 2 replicas, which exchange"),

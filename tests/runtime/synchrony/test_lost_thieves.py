@@ -1,4 +1,4 @@
-"""Replicas that pause or die in a step in which others take microbatches from them, or they from others."""
+"""Replicas that pause or die in a step of which it is decided as it runs who computes what."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run_processes
-from test_refused_stealing import PLAIN
+from test_refused_tails import PLAIN
 from training import call, compiled
 
 import adaptra
@@ -63,7 +63,7 @@ def test_a_process_that_is_stopped_is_helped() -> None:
 THIEF, VICTIM = 2, 1
 
 
-def loses(rank: int, lost: int, *faults: str) -> tuple[str, float]:
+def loses(rank: int, lost: int, mode: Any, *faults: str) -> tuple[str, float]:
     if rank == lost == THIEF:
 
         def dies(self: StolenMicrobatches, held: SlotMicrobatch) -> TrainingStage:
@@ -74,17 +74,21 @@ def loses(rank: int, lost: int, *faults: str) -> tuple[str, float]:
         own_stage, StolenMicrobatches.stage_of = StolenMicrobatches.stage_of, dies
     began = time.monotonic()
     with pytest.raises(PeerLostError) as caught:
-        train(adaptra.Stealing(), *faults)
+        train(mode, *faults)
     return str(caught.value), time.monotonic() - began
 
 
 @pytest.mark.parametrize(
-    ("lost", "fault"),
-    [(VICTIM, f"kill {VICTIM}.0 @{STEP}:0W2"), (THIEF, f"slow {VICTIM}.0 60ms @{STEP}")],
-    ids=["who is helped", "who helps"],
+    ("lost", "mode", "fault"),
+    [
+        (VICTIM, adaptra.Stealing(), f"kill {VICTIM}.0 @{STEP}:0W2"),
+        (THIEF, adaptra.Stealing(), f"slow {VICTIM}.0 60ms @{STEP}"),
+        (VICTIM, adaptra.Deadline(0.7), f"kill {VICTIM}.0 @{STEP}:0W2"),
+    ],
+    ids=["who is helped", "who helps", "who defers"],
 )
-def test_the_others_learn_who_has_died(lost: int, fault: str) -> None:
-    for found in run_processes(loses, REPLICAS, lost, fault, may_die=(lost,)):
+def test_the_others_learn_who_has_died(lost: int, mode: Any, fault: str) -> None:
+    for found in run_processes(loses, REPLICAS, lost, mode, fault, may_die=(lost,)):
         if found is not None:
             assert f"rank {lost}" in found[0]
             assert found[1] < 40

@@ -44,7 +44,7 @@ def wrong(*given: Any) -> tuple[Any, ...]:
 
 REFUSED: list[tuple[str, Callable[[], object]]] = [
     (
-        "synchrony=…: expected 'exact', adaptra.Stealing(...), Local(...) or XOrder(...)",
+        "synchrony=…: expected 'exact', adaptra.Stealing(...), Deadline(...), Local(...) or XOrder(...)",
         lambda: adaptra.Options(synchrony="local"),  # type: ignore[arg-type]
     ),
     *(

@@ -49,14 +49,14 @@ ROWS_OF: dict[str, str] = {
         "replica … has left with update …, which replica … lacks: expected pipe.exchange() on all ranks before the first of "
         "them closes its pipeline"
     ),
-    "steal": (
-        "synchrony=Stealing(…) in a running job: expected 'exact', adaptra.Local(...) or adaptra.XOrder(...), as the programs "
-        "of a job that steals are planned with it"
-    ),
     "log": "… with … updates to come: the log that is replayed has none there",
+    "hooks": (
+        "replica … has gradient hooks of …: expected hooks of the same parameters in all replicas, as their copies would "
+        "become different; register them on every rank, and let the hook look at pipe.replica"
+    ),
 }
 
-KINDS = {"outer state": "OptionError", "steal": "OptionError", "rows": "BatchError", "log": "StateError"}
+KINDS = {"outer state": "OptionError", "rows": "BatchError", "log": "StateError", "hooks": "OptionError"}
 
 
 def in_order(**options: Any) -> Any:
@@ -97,6 +97,11 @@ def refused(rank: int) -> dict[str, Any]:
         note("schedule", lambda: (time.sleep(1.5 * rank), optimizer.step()))
     with in_order() as pipe:
         pipe.attach(adam(pipe.parameters()))
+        if rank == 0:
+            next(pipe.parameters()).register_hook(lambda gradient: 2 * gradient)
+        note("hooks", lambda: step(pipe))
+    with in_order() as pipe:
+        pipe.attach(adam(pipe.parameters()))
         note("rows", lambda: step(pipe, batch=MODEL.rows(4 + 2 * rank, 0)))
     with in_order() as pipe:
         optimizer = adam(pipe.parameters())
@@ -118,8 +123,6 @@ def refused(rank: int) -> dict[str, Any]:
         pipe.attach(optimizer)
         pipe.replay([])
         note("log", lambda: step(pipe))
-    with compiled(MODEL, rows_of(0, 0), stages=1, microbatches=MICROBATCHES) as pipe:
-        note("steal", lambda: pipe.take_synchrony(adaptra.Stealing(), adam(pipe.parameters())))
     return found
 
 

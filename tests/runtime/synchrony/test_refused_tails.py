@@ -1,0 +1,208 @@
+"""Jobs in which it can't be decided within a step who computes what are refused, and calls that would lose microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from errors_table import check_documented
+from models import Example, square_loss, vectors
+from processes import run_processes
+from test_refused_sites import ROWS, WIDTH, message, of_compile, wrong
+from torch import nn
+from training import call, compiled
+
+import adaptra
+from adaptra.frontend.arguments.arguments import CompileArguments
+from adaptra.frontend.planned.open_tails import check_within_step
+from adaptra.planning.routes.joined_programs import join
+from adaptra.program.schedules import generate
+
+NORMED = Example("normed", lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), vectors(WIDTH), square_loss)
+PLAIN = Example("plain", lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), vectors(WIDTH), square_loss)
+
+DEADLINE, STEALING = adaptra.Deadline(0.7), adaptra.Stealing()
+
+
+def refused_by_a_pipeline(call: Callable[[adaptra.Pipeline], object]) -> None:
+    with compiled(PLAIN, PLAIN.rows(ROWS, 0), stages=1, microbatches=2) as pipe:
+        call(pipe)
+
+
+REFUSED: list[tuple[str, Callable[[], object]]] = [
+    *(
+        ("Stealing: most=…: expected a whole number of at least 1, or None", lambda most=most: adaptra.Stealing(most))
+        for most in wrong(0, 1.5, True, "2")
+    ),
+    (
+        "synchrony=… with survive=True: expected a job without it, as a step that is done again may have other microbatches",
+        of_compile(synchrony=adaptra.Stealing(), survive=True),
+    ),
+    (
+        "synchrony=Stealing(…) with lossy_bf16='slow': expected True or False, as each replica plans which messages round, and "
+        "others' microbatches would round otherwise",
+        of_compile(synchrony=adaptra.Stealing(), lossy_bf16="slow"),
+    ),
+    (
+        "synchrony=… with a schedule of several replicas: expected one of a single pipeline, as it is decided in "
+        "each step who computes what",
+        of_compile(synchrony=adaptra.Stealing(), schedule=join([generate("1f1b", 2, 2)] * 2)),
+    ),
+    (
+        "synchrony=Stealing(…) with a function that returns no loss: expected a model whose loss adaptra.compile knows",
+        lambda: CompileArguments(
+            nn.Linear(2, 2), 1, 2, None, None, None, None, None, adaptra.Options(synchrony=adaptra.Stealing()), with_loss=False
+        ),
+    ),
+    ("synchrony=… with …: expected several", of_compile(synchrony=adaptra.Stealing())),
+    *(
+        ("Deadline: quorum=…: expected a share above 0, and at most 1", lambda quorum=quorum: adaptra.Deadline(quorum))
+        for quorum in wrong(0, 1.5, float("nan"), "0.9", True)
+    ),
+    (
+        "synchrony=deadline=… with noise_scale=True: expected False, as replicas have other numbers of microbatches in each "
+        "step",
+        of_compile(synchrony=DEADLINE, noise_scale=True),
+    ),
+    (
+        "synchrony=… with survive=True: expected a job without it, as a step that is done again may have other microbatches",
+        of_compile(synchrony=DEADLINE, survive=True),
+    ),
+    ("synchrony=… with …: expected several", of_compile(synchrony=DEADLINE)),
+    (
+        "defer_nothing: steps have no deadline: expected Options(synchrony=adaptra.Deadline(...))",
+        lambda: refused_by_a_pipeline(lambda pipe: pipe.defer_nothing()),
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "call"), REFUSED, ids=[row[:50] for row, _ in REFUSED])
+def test_it_is_refused(row: str, call: Callable[[], object]) -> None:
+    kind, text = message(call)
+    check_documented(kind, text, row)
+
+
+def refused_by_a_job(_rank: int) -> dict[str, tuple[str, str]]:
+    def make(example: Example, stages: Any, microbatches: int, mode: Any = STEALING, **arguments: Any) -> tuple[str, str]:
+        def compile_it() -> None:
+            options = adaptra.Options(synchrony=mode)
+            batch = example.rows(ROWS, 0)
+            with compiled(example, batch, stages=stages, microbatches=microbatches, options=options, **arguments):
+                pass
+
+        return message(compile_it)
+
+    def in_order() -> None:
+        with compiled(PLAIN, PLAIN.rows(ROWS, 0), stages=1, microbatches=2) as pipe:
+            assert pipe._session is not None
+            local = pipe._session.local
+            check_within_step(adaptra.Stealing(), local.planned, local.launched.world, in_order=True)
+
+    return {
+        "in order": message(in_order),
+        "buffers": make(NORMED, 1, 2),
+        "microbatches": make(PLAIN, 1, 1),
+        "one microbatch": make(PLAIN, 1, 1, DEADLINE),
+        "several": make(PLAIN, 2, 4, placement=[0, 0]),
+        "hosts": make(PLAIN, 2, 4, replicas=2, transport="delegate"),
+    }
+
+
+@pytest.mark.processes
+def test_a_job_refuses_what_others_can_not_compute() -> None:
+    rows = {
+        "in order": (
+            "synchrony=… with a transport that has one queue for all messages between two ranks, as NCCL has: "
+            "expected another one"
+        ),
+        "buffers": (
+            "synchrony=Stealing(…) with the buffer …, which forwards change in microbatch order: expected a model without such "
+            "buffers"
+        ),
+        "microbatches": (
+            "synchrony=Stealing(…) with … microbatches: expected more than the … stages, as a replica keeps as many of its "
+            "first ones"
+        ),
+        "one microbatch": (
+            "synchrony=deadline=… with … microbatches: expected at least 2, as a replica computes one in each step"
+        ),
+        "several": "synchrony=… with several stages on a rank: expected one on each",
+        "hosts": "synchrony=… with a rank that hosts several workers: expected a rank for each",
+    }
+    for found in run_processes(refused_by_a_job, 2):
+        assert found.keys() == rows.keys()
+        for name, row in rows.items():
+            check_documented(found[name][0], found[name][1], row)
+
+
+MICROBATCHES = 4
+
+
+def refused_while_some_are_deferred(_rank: int) -> dict[str, tuple[str, str]]:
+    options = adaptra.Options(
+        synchrony=DEADLINE,
+        share=False,
+        faults=("slow 1.0 50ms @0..2",),
+        emulate=adaptra.EmulatedDevice(0.002, 0.002, 0.002),
+    )
+    rows = 2 * MICROBATCHES
+    found: dict[str, tuple[str, str]] = {}
+    with compiled(PLAIN, PLAIN.rows(rows, 0), stages=1, microbatches=MICROBATCHES, options=options) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+
+        def step(count: int = rows, *, outputs: bool = False) -> None:
+            args, kwargs = call(PLAIN.rows(count, pipe.replica))
+            pipe.step(*args, **kwargs, outputs=outputs)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        saved = adaptra.TrainingState(pipe, optimizer)
+        found["saved"] = message(saved.state_dict)
+        found["changed"] = message(lambda: pipe.take_synchrony("exact", optimizer))
+        entry = {"number": 1, "parts": [{"first": 0, "count": MICROBATCHES}] * 2}
+        found["log"] = message(lambda: pipe.replay([entry]))
+        pipe.defer_nothing()
+        step()
+        assert saved.state_dict()["step"] == 2
+        args, kwargs = call(PLAIN.rows(rows + 4, pipe.replica))
+        pipe.eval_step(*args, **kwargs)
+        found["shape"] = message(lambda: step(rows + 4))
+    with compiled(PLAIN, PLAIN.rows(rows, 0), stages=1, microbatches=MICROBATCHES, options=options) as pipe:
+        args, kwargs = call(PLAIN.rows(rows, 0))
+        pipe.replay([{"number": 1, "parts": [{"first": 0, "count": MICROBATCHES - 1}] * 2}])
+        found["outputs"] = message(lambda: pipe.step(*args, **kwargs, outputs=True))
+    return found
+
+
+@pytest.mark.processes
+def test_what_would_lose_deferred_microbatches_is_refused() -> None:
+    deferred = (
+        "…: … microbatches are deferred to the next step: expected a call after a step that defers nothing, for which all "
+        "ranks call pipe.defer_nothing() before"
+    )
+    rows = {
+        "saved": deferred,
+        "changed": deferred,
+        "log": (
+            "log of a deadline: entry … has the microbatches …, each a first one and a count: expected that replicas go on "
+            "from …, and are at most … behind …"
+        ),
+        "outputs": (
+            "outputs: … of … microbatches were computed here in this step: expected that all ranks of a pipeline ask for "
+            "outputs in the same steps, and in those of the run whose log is replayed"
+        ),
+        "shape": (
+            "a batch of …: expected batches of the shape for which the pipeline was compiled, as those that were deferred to a "
+            "step are computed with its own under synchrony=deadline=…"
+        ),
+    }
+    first, second = run_processes(refused_while_some_are_deferred, 2)
+    for name, row in rows.items():
+        for found in (first, second):
+            kind, text = found[name]
+            if kind != "PeerLostError":  # the other rank was first
+                check_documented(kind, text, row)
+        assert "PeerLostError" not in (first[name][0], second[name][0]) or first[name][0] != second[name][0]
