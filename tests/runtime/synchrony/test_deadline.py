@@ -68,6 +68,8 @@ def run(kind: str, synchrony: Any, slow: str | None = None, log: Sequence[Any] =
     )
     bits, losses = list[dict[str, bytes]](), list[float]()
     how: dict[str, Any] = {"stages": STAGES[kind], "microbatches": MICROBATCHES, "reduction": kind, "options": options}
+    if STAGES[kind] > 1 and not shards:  # by the log it runs over c10d
+        how["transport"] = "delegate"
     with compiled(EXAMPLES[kind], rows_of(kind, 0, 0), **how) as pipe:
         if log:
             pipe.replay(log)
