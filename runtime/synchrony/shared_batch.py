@@ -1,11 +1,14 @@
-"""The inputs or targets of the microbatches that others may take, which every replica sends to all others as a step begins.
+"""The inputs and targets of the microbatches that others may take, which every replica sends to all others as a step begins.
 
-A replica that pauses could not send them once they are wanted.
+A replica that pauses could not send them once they are wanted. They are handed to the transport beside the first ops, as that
+takes a while for many replicas.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Final
 
 import torch
@@ -16,12 +19,11 @@ from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transpor
 
 
 class SharedBatch:
-    """Those of one stage.
+    """Those of one stage. Between two workers that share a batch, nothing else of its channel may be sent within a step.
 
     Args:
-        purpose: Inputs or targets.
         stage: The stage that takes them.
-        specs: The tensors of one microbatch; none if there is nothing to send.
+        inputs, targets: The tensors of one microbatch; none where the stage takes none.
         shared: The microbatches of each replica that others may take.
         workers: The worker that has the stage, by replica.
         job: Joins these.
@@ -31,74 +33,103 @@ class SharedBatch:
 
     def __init__(
         self,
-        purpose: Purpose,
         stage: int,
-        specs: MessageSpec,
+        inputs: MessageSpec,
+        targets: MessageSpec,
         shared: range,
         workers: Sequence[int],
         job: Transport,
         device: torch.device,
         timeout: float,
     ) -> None:
-        self._purpose = purpose
         self._stage = stage
-        self._specs: Final[MessageSpec] = tuple(specs)
+        self._inputs: Final[MessageSpec] = tuple(inputs)
+        self._specs: Final[MessageSpec] = (*inputs, *targets)
         self._shared = shared
-        self._others = {replica: worker for replica, worker in enumerate(workers) if worker != job.rank and specs}
+        self._others = {replica: worker for replica, worker in enumerate(workers) if worker != job.rank and self._specs}
         self._replica = list(workers).index(job.rank)
         self._job = job
         self._device = device
         self._timeout = timeout
-        self._arriving: dict[int, Pending] = {}
+        self._thread = ThreadPoolExecutor(1, "adaptra-shared-batch")
+        self._arriving: Future[dict[int, Pending]] = Future()
+        self._arriving.set_result({})
 
     def receive_counts(self) -> dict[tuple[int, MessageSpec], int]:
         """Return the number of receive buffers needed at a time, per source worker and message."""
         return {(worker, self._specs * len(self._shared)): 1 for worker in self._others.values()}
 
-    def begin_step(self, step: int, batch: Sequence[Sequence[Tensor]] | None) -> None:
+    def begin_step(self, step: int, inputs: Sequence[Sequence[Tensor]], targets: Sequence[Sequence[Tensor]]) -> None:
         """Send this replica's to all others.
 
         Args:
             step: The step.
-            batch: The tensors per microbatch, or None if nobody may take any in this step.
+            inputs, targets: The tensors per microbatch, where the stage takes any.
         """
-        if batch is None:
-            empty = [self._device_of(spec.stays_on_host) for spec in self._specs]
-            tensors = [
-                torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-                for _ in self._shared
-                for spec, device in zip(self._specs, empty, strict=True)
-            ]
-        else:
-            tensors = [one for microbatch in self._shared for one in batch[microbatch]]
-        for worker in self._others.values():
-            self._job.send(worker, self._identity(step, self._replica), tensors)
-        self._arriving = {
-            replica: self._job.receive(worker, self._identity(step, replica)) for replica, worker in self._others.items()
-        }
+        takes_inputs, takes_targets = bool(self._inputs), len(self._specs) > len(self._inputs)
+        tensors = [
+            tensor
+            for microbatch in self._shared
+            for tensor in (*(inputs[microbatch] if takes_inputs else ()), *(targets[microbatch] if takes_targets else ()))
+        ]
+        self._begin(step, tensors)
+
+    def begin_closed_step(self, step: int) -> None:
+        """Send all others zeros, as nobody may take any in this step."""
+        tensors = [
+            torch.zeros(spec.shape, dtype=spec.dtype, device=torch.device("cpu") if spec.stays_on_host else self._device)
+            for _ in self._shared
+            for spec in self._specs
+        ]
+        self._begin(step, tensors)
 
     def has(self, replica: int) -> bool:
         """Return whether those of another replica have arrived."""
-        return replica not in self._others or self._arriving[replica].done
+        return replica not in self._others or (self._arriving.done() and self._arriving.result()[replica].done)
 
-    def of(self, replica: int, microbatch: int) -> Sequence[Tensor]:
-        """Return those of a microbatch of another replica, once they have arrived."""
+    def inputs_of(self, replica: int, microbatch: int) -> Sequence[Tensor]:
+        """Return the inputs of a microbatch of another replica, once they have arrived."""
+        return self._of(replica, microbatch)[: len(self._inputs)]
+
+    def targets_of(self, replica: int, microbatch: int) -> Sequence[Tensor]:
+        """Return the targets of a microbatch of another replica, once they have arrived."""
+        return self._of(replica, microbatch)[len(self._inputs) :]
+
+    def end_step(self) -> None:
+        """Wait until all are sent and have arrived, and keep none."""
+        for pending in self._arriving.result().values():
+            pending.wait(self._timeout)
+            self._job.release(pending)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+    def _begin(self, step: int, tensors: Sequence[Tensor]) -> None:
+        if not self._others:
+            return
+        stream = None
+        if self._device.type == "cuda":  # the thread must not wait for ops that are queued meanwhile
+            stream = torch.cuda.Stream(self._device)
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._arriving = self._thread.submit(self._exchange, step, tensors, stream)
+
+    def _exchange(self, step: int, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> dict[int, Pending]:
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            for worker in self._others.values():
+                self._job.send(worker, self._identity(step, self._replica), tensors)
+            return {
+                replica: self._job.receive(worker, self._identity(step, replica)) for replica, worker in self._others.items()
+            }
+
+    def _of(self, replica: int, microbatch: int) -> Sequence[Tensor]:
         if replica not in self._others:
             return ()
-        count, tensors = len(self._specs), self._arriving[replica].wait(self._timeout)
+        count, tensors = len(self._specs), self._arriving.result()[replica].wait(self._timeout)
         first = self._shared.index(microbatch) * count
         return tensors[first : first + count]
 
-    def end_step(self) -> None:
-        """Wait until all have arrived, and keep none."""
-        for pending in self._arriving.values():
-            pending.wait(self._timeout)
-            self._job.release(pending)
-        self._arriving = {}
-
-    def _device_of(self, stays_on_host: bool) -> torch.device:
-        return torch.device("cpu") if stays_on_host else self._device
-
     def _identity(self, step: int, replica: int) -> Identity:
+        purpose = Purpose.INPUT if self._inputs else Purpose.TARGET
         specs = self._specs * len(self._shared)
-        return Identity(step, self._purpose, self._stage, self._stage, self._shared.start, specs, replica)
+        return Identity(step, purpose, self._stage, self._stage, self._shared.start, specs, replica)

@@ -39,8 +39,7 @@ class StolenParts:
         make: Makes the same of another replica.
         parameters: The stage's trainable parameters.
         contributions: The parameter of each of W's results.
-        inputs: The inputs of other replicas' microbatches, on the first stage.
-        targets: Their targets, on the last stage.
+        batch: The inputs of other replicas' microbatches on the first stage, and their targets on the last.
         results: The tensors that the last stage returns; none elsewhere.
     """
 
@@ -48,8 +47,7 @@ class StolenParts:
     make: MakeStage
     parameters: Mapping[str, Tensor]
     contributions: Sequence[str]
-    inputs: SharedBatch | None
-    targets: SharedBatch | None
+    batch: SharedBatch
     results: MessageSpec
 
 
@@ -102,8 +100,7 @@ class StolenMicrobatches(OpenMicrobatches):
 
     def receive_counts(self) -> Counter[tuple[int, MessageSpec]]:
         """Return the number of receive buffers needed at a time, per source worker and message, but for :attr:`slots`."""
-        batches = (self._parts.inputs, self._parts.targets)
-        return sum((Counter(one.receive_counts()) for one in batches if one is not None), Counter())
+        return Counter(self._parts.batch.receive_counts())
 
     def begin_step(
         self, step: int, inputs: Batch, targets: Batch, loss_scale: float, steps_before: int, *, is_open: bool
@@ -111,9 +108,10 @@ class StolenMicrobatches(OpenMicrobatches):
         """Begin a step, see :class:`.open_microbatches.OpenMicrobatches`."""
         self._step = step
         self._results.clear()
-        for batch, given in ((self._parts.inputs, inputs), (self._parts.targets, targets)):
-            if batch is not None:
-                batch.begin_step(step, given if is_open else None)
+        if is_open:
+            self._parts.batch.begin_step(step, inputs, targets)
+        else:
+            self._parts.batch.begin_closed_step(step)
         for stage, gradients in self._made.values():
             stage.begin_step(loss_scale, steps_before)
             gradients.begin_step(step)
@@ -126,11 +124,11 @@ class StolenMicrobatches(OpenMicrobatches):
 
     def inputs_of(self, held: SlotMicrobatch, own: Batch) -> Sequence[Tensor]:
         """Return the inputs of what a slot holds, on the first stage."""
-        return self._of(self._parts.inputs, held, own)
+        return own[held.microbatch] if self.is_own(held) else self._parts.batch.inputs_of(held.replica, held.microbatch)
 
     def targets_of(self, held: SlotMicrobatch, own: Batch) -> Sequence[Tensor]:
         """Return the targets of what a slot holds, on the last stage."""
-        return self._of(self._parts.targets, held, own)
+        return own[held.microbatch] if self.is_own(held) else self._parts.batch.targets_of(held.replica, held.microbatch)
 
     def keep_results(self, held: SlotMicrobatch, results: tuple[Tensor, ...]) -> None:
         """Keep what the last stage has returned for another replica's microbatch."""
@@ -143,15 +141,13 @@ class StolenMicrobatches(OpenMicrobatches):
         See :class:`.open_microbatches.OpenMicrobatches`.
         """
         self.slots.end_step()
+        self._parts.batch.end_step()  # what follows travels on the same channel
         for held in sorted(one for one in self.slots.held if not self.is_own(one)):
             _, gradients = self._foreign(held.replica)
             packed = self._packed.pack([*gradients.take(held.microbatch), *self._results.pop(held, ())])
             self._job.send(self._workers[held.replica], self._identity(held), (packed,))
             self.stolen += 1
         self._take_home(results)
-        for batch in (self._parts.inputs, self._parts.targets):
-            if batch is not None:
-                batch.end_step()
         return bool(self.slots.takers and self._parts.results)
 
     @property
@@ -160,6 +156,11 @@ class StolenMicrobatches(OpenMicrobatches):
         taken = Counter(held.replica for held in self.slots.held if not self.is_own(held))
         given = Counter(self._workers[taker] for taker in self.slots.takers.values())
         return Moved(tuple(sorted(taken.items())), tuple(sorted(given.items())))
+
+    def close(self) -> None:
+        """End what serves this rank alone."""
+        super().close()
+        self._parts.batch.close()
 
     def __str__(self) -> str:
         return (
@@ -199,11 +200,6 @@ class StolenMicrobatches(OpenMicrobatches):
             gradients.begin_step(self._step)
             self._made[replica] = stage, gradients
         return self._made[replica]
-
-    def _of(self, batch: SharedBatch | None, held: SlotMicrobatch, own: Batch) -> Sequence[Tensor]:
-        if self.is_own(held) or batch is None:
-            return own[held.microbatch]
-        return batch.of(held.replica, held.microbatch)
 
     def _identity(self, held: SlotMicrobatch) -> Identity:
         ends = self._number, self._number

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from adaptra.graph.ops.specs import MessageSpec
 from adaptra.planning.synchrony.modes import Stealing
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.synchrony.admissions import Admissions
@@ -13,7 +12,6 @@ from adaptra.runtime.synchrony.claims import Claims
 from adaptra.runtime.synchrony.deferral import Deferral
 from adaptra.runtime.synchrony.shared_batch import SharedBatch
 from adaptra.runtime.synchrony.slots import AdmittedSlots, ClaimedSlots, ToldSlots
-from adaptra.runtime.transports.base import Purpose
 from adaptra.runtime.worker.stages.deferred_microbatches import DeferredMicrobatches
 from adaptra.runtime.worker.stages.stage import Stage, TrainingStage
 from adaptra.runtime.worker.stages.stolen_microbatches import StolenMicrobatches, StolenParts
@@ -57,26 +55,21 @@ class TailFactory:
         workers = world.column(world.seat(WorkerId(context.worker)).place)
         kept = min(len(stages), microbatches)
 
-        def shared(purpose: Purpose, specs: MessageSpec) -> SharedBatch:
-            others = range(kept, microbatches)
-            return SharedBatch(purpose, number, specs, others, workers, job, context.device, timeout)
-
         first, last = number == 0, number == factory.last
-        inputs = shared(Purpose.INPUT, stages[0].inputs) if first else None
-        targets = shared(Purpose.TARGET, stages[-1].targets) if last else None
-        if inputs is None:
+        taken = stages[0].inputs if first else (), stages[-1].targets if last else ()
+        batch = SharedBatch(number, *taken, range(kept, microbatches), workers, job, context.device, timeout)
+        if not first:
             slots = self._told()
         else:
             claims = Claims(under(f"claims/{world.epoch}", job.store), replica, context.replicas.count, microbatches)
             own = replica, microbatches, context.placement, context.transport
-            slots = ClaimedSlots(*own, stealing.extra_slots(microbatches), claims, inputs.has)
+            slots = ClaimedSlots(*own, stealing.extra_slots(microbatches), claims, batch.has)
         parts = StolenParts(
             self._stage,
             lambda other, gradients: factory.foreign(other, number, gradients),
             {name: factory.state[name] for name in stages[number].trainable},
             stages[number].contributions,
-            inputs,
-            targets,
+            batch,
             stages[-1].outputs if last else (),
         )
         return StolenMicrobatches(replica, number, kept, workers, slots, parts, job, timeout)
