@@ -61,7 +61,7 @@ class Claimed:
 
 
 class Claims:
-    """One replica's claims. Used by the thread that runs the steps of its first stage.
+    """One replica's claims. Used by one thread at a time.
 
     Args:
         store: The records, shared by all replicas.

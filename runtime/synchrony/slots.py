@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, NamedTuple
 
 import torch
@@ -75,6 +76,9 @@ class Slots(ABC):
         """Return what a slot holds, once it is known. All slots before it are known."""
         ...
 
+    def ask(self, slot: int) -> None:  # noqa: B027 - one of both has someone to ask
+        """Begin to find out what a slot holds, which is filled as the next one. Does not wait."""
+
     @abstractmethod
     def end_step(self) -> None:
         """Wait until everything is known."""
@@ -103,7 +107,7 @@ class Slots(ABC):
 
 
 class DecidedSlots(Slots):
-    """Those of the rank of the first stage, which decides.
+    """Those of the rank of the first stage, which decides. A thread asks the store, beside the ops of this rank.
 
     Args:
         replica, microbatches: As of :class:`Slots`.
@@ -115,11 +119,29 @@ class DecidedSlots(Slots):
         super().__init__(replica, microbatches)
         self._placement = placement
         self._transport = transport
+        self._thread = ThreadPoolExecutor(1, "adaptra-slots")
+        self._opened: Future[None] = Future()
+        self._asked: Future[SlotMicrobatch | None] | None = None
+
+    def _begin(self, *, is_open: bool) -> None:
+        self._asked = None
+        own = self.own
+        self._opened = self._thread.submit(self._open, own if is_open else self._microbatches)
+        if not is_open:
+            self._end(self._microbatches)
+            self.held += [SlotMicrobatch(self._replica, one) for one in range(own, self._microbatches)]
+
+    def ask(self, slot: int) -> None:
+        """Begin to decide what a slot holds, beside an op of this rank, which so hides the store's answer."""
+        if not self.is_known(slot) and self._asked is None:
+            self._asked = self._thread.submit(self._next)
 
     def fill(self, slot: int) -> SlotMicrobatch | None:
         """Decide what a slot holds."""
         if not self.is_known(slot):
-            held = self._next()
+            self.ask(slot)
+            assert self._asked is not None, "a slot that isn't known is asked for"
+            held, self._asked = self._asked.result(), None
             if held is None:
                 self.end_step()
             else:
@@ -127,19 +149,32 @@ class DecidedSlots(Slots):
                 self.held.append(held)
         return self.of(slot)
 
+    def end_step(self) -> None:
+        """Tell the other ranks that further slots are empty."""
+        self._opened.result()
+        if not self.has_ended:
+            self._end(self._settled())
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown()
+
+    @abstractmethod
+    def _open(self, own: int) -> None:
+        """Begin a step in the store, where this many of the replica's microbatches are its own in any case."""
+        ...
+
     @abstractmethod
     def _next(self) -> SlotMicrobatch | None:
         """Decide what the next slot holds; None if it is empty, and all further ones."""
         ...
 
-    def _compute_all(self) -> None:
-        """Let this replica compute all of its microbatches, and no others."""
-        own = self.own
-        self._end(self._microbatches)
-        self.held += [SlotMicrobatch(self._replica, one) for one in range(own, self._microbatches)]
+    @abstractmethod
+    def _settled(self) -> int:
+        """Return how many microbatches this replica computes itself, once nothing is left to decide."""
+        ...
 
     def _end(self, own: int) -> None:
-        """Tell the other ranks how many microbatches this replica computes itself, and that further slots are empty."""
         takers = [self.takers.get(microbatch, _END) for microbatch in range(self._microbatches)]
         self._tell((_END, own, *takers))
         self.has_ended = True
@@ -175,20 +210,13 @@ class ClaimedSlots(DecidedSlots):
         self._claims = claims
         self._may = may
 
-    def _begin(self, *, is_open: bool) -> None:
-        self._claims.open(self._step, self.own if is_open else self._microbatches)
-        if not is_open:
-            self._compute_all()
-
-    def end_step(self) -> None:
-        """Tell the other ranks that further slots are empty."""
-        if not self.has_ended:
-            self.takers = self._claims.takers
-            self._end(self._microbatches - len(self.takers))
-
     def close(self) -> None:
-        """End the connection to the store."""
+        """End the thread, and the connection to the store."""
+        super().close()
         self._claims.close()
+
+    def _open(self, own: int) -> None:
+        self._claims.open(self._step, own)
 
     def _next(self) -> SlotMicrobatch | None:
         own = self._claims.claim()
@@ -198,6 +226,10 @@ class ClaimedSlots(DecidedSlots):
             return None
         stolen = self._claims.steal(self._may)
         return None if stolen is None else SlotMicrobatch(*stolen)
+
+    def _settled(self) -> int:
+        self.takers = self._claims.takers
+        return self._microbatches - len(self.takers)
 
 
 class AdmittedSlots(DecidedSlots):
@@ -214,23 +246,20 @@ class AdmittedSlots(DecidedSlots):
         super().__init__(replica, microbatches, placement, transport)
         self._admissions = admissions
 
-    def _begin(self, *, is_open: bool) -> None:
-        self._admissions.begin_step(self._step)
-        if not is_open:
-            self._compute_all()
-
-    def end_step(self) -> None:
-        """Tell the other ranks that further slots are empty."""
-        if not self.has_ended:
-            self._end(self.own)
-
     def close(self) -> None:
-        """End the connection to the store."""
+        """End the thread, and the connection to the store."""
+        super().close()
         self._admissions.close()
+
+    def _open(self, own: int) -> None:
+        self._admissions.begin_step(self._step)
 
     def _next(self) -> SlotMicrobatch | None:
         is_left = self.own < self._microbatches
         return SlotMicrobatch(self._replica, self.own) if is_left and self._admissions.ask(self.own) else None
+
+    def _settled(self) -> int:
+        return self.own
 
 
 class ToldSlots(Slots):

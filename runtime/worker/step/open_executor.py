@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Final
 
 from torch import Tensor
@@ -63,10 +64,14 @@ class OpenExecutor(Executor):
     """Runs one rank's order of a program with an open tail, in which the microbatches of ops are slots."""
 
     _tail: OpenTail
+    _next: Mapping[Op, int]
+    """The slot of the F behind an op."""
 
     def follow(self, tail: OpenTail) -> None:
         """Take what slots hold from this tail, before the first step."""
         self._tail = tail
+        computed = [op for op in self._order if op.kind.is_compute]
+        self._next = {op: after.microbatch for op, after in pairwise(computed) if after.kind is Kind.F}
 
     def _begin(self) -> None:
         self._tail.begin_step()
@@ -82,6 +87,8 @@ class OpenExecutor(Executor):
             super()._execute(op, now)
 
     def _computing(self, op: Op) -> tuple[Stage, int]:
+        if op in self._next:
+            self._tail.work.slots.ask(self._next[op])
         held = self._held(op.microbatch)
         return self._tail.work.stage_of(held), held.microbatch
 
