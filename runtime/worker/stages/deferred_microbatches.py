@@ -42,7 +42,6 @@ class DeferredMicrobatches(OpenMicrobatches):
         self._stage = stage
         self._kept: tuple[Mapping[int, Sequence[Tensor]], Mapping[int, Sequence[Tensor]]] = {}, {}
         self._batch: tuple[Batch, Batch] = (), ()
-        self._step = -1
 
     @property
     def first(self) -> int:
@@ -53,7 +52,6 @@ class DeferredMicrobatches(OpenMicrobatches):
         self, step: int, inputs: Batch, targets: Batch, loss_scale: float, steps_before: int, *, is_open: bool
     ) -> None:
         """Begin a step, see :class:`OpenMicrobatches`."""
-        self._step = step
         self._batch = inputs, targets
         is_replayed = self.deferral.replayed is not None
         is_open = is_replayed or (is_open and not self.deferral.defers_nothing)
