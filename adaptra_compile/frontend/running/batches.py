@@ -100,8 +100,17 @@ class Batches:
             inputs, targets: Its tensors in flat order.
             nest: The same as the user gave them.
             with_loss, training: As of :meth:`of`.
+
+        Raises:
+            BatchError: As :meth:`of`. Or a step that has a deadline would have another shape than that of compilation.
         """
         if self.shapes.can_vary and not self.shapes.is_first(inputs, targets):
+            if training and (deferral := self._workers[0].deferral) is not None:
+                raise BatchError(
+                    f"a batch of {', '.join(str(tuple(one.shape)) for one in inputs)}: expected batches of the shape for which "
+                    "the pipeline was compiled, as those that were deferred to a step are computed with its own under "
+                    f"synchrony={deferral.deadline}"
+                )
             whole = all_beside(nest, self._local.launched.device, "a batch of another shape")
             found = self.shapes.find(self, inputs, targets, whole, with_loss=with_loss, training=training)
             here = found.inputs if self._has(0) else (), found.targets if self._has(-1) else ()
@@ -136,13 +145,8 @@ class Batches:
         """Plan for a new shape of batch, and have the workers prepare for it.
 
         Raises:
-            BatchError: Another rank of the replica has a batch of another shape. Or steps have a deadline.
+            BatchError: Another rank of the replica has a batch of another shape.
         """
-        if new.larger.trains and self._workers[0].deferral is not None:
-            raise BatchError(
-                f"a batch of {new.name}: expected batches of the shape for which the pipeline was compiled, as those that were "
-                f"deferred to a step are computed with its own under synchrony={self._spec.options.synchrony}"
-            )
         self._new_shapes += 1
         agree_on_shape(
             new, self._new_shapes, self._local.launched, self._workers[0], self._local.calls, self._spec.options.timeout
