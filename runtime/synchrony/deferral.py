@@ -119,8 +119,8 @@ class Deferral:
     def __str__(self) -> str:
         late = sum(count > 0 for count in self.deferred)
         return (
-            f"{self.deadline} of microbatches, the others come first in the next step: {sum(self.deferred)} of {late} replicas "
-            "are deferred to it"
+            f"{self.deadline} of a step's microbatches, the others come first in the next one. Deferred to it are "
+            f"{sum(self.deferred)}, of {late} of {len(self._done)} replicas"
         )
 
     def _end(self, counts: Sequence[int]) -> None:
