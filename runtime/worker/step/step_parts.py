@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adaptra.graph import CompiledStages
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
-from adaptra.planning.synchrony.modes import Deadline, Stealing, XOrder
+from adaptra.planning.synchrony.modes import Stealing, XOrder
 from adaptra.program import Program
 from adaptra.program.placement import stages_of
 from adaptra.runtime.control_store.signed_store import under
@@ -23,11 +23,11 @@ from adaptra.runtime.outputs.step_outputs import StepOutputs
 from adaptra.runtime.step_messages.gradient_norms import GradientNorms, counted_on
 from adaptra.runtime.step_messages.probes import Probes
 from adaptra.runtime.step_messages.shared_gradients import Gradients, SharedParameter
-from adaptra.runtime.synchrony.deferral import Deferral
 from adaptra.runtime.synchrony.local_steps import LocalSteps
 from adaptra.runtime.worker.ends.replica_losses import ReplicaLosses
 from adaptra.runtime.worker.ends.step_end import AllAtOnce, Certificate, Contribution, StepEnd
 from adaptra.runtime.worker.ends.x_order import XOrderSteps
+from adaptra.runtime.worker.stages.deferred_microbatches import DeferredMicrobatches
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
 from adaptra.runtime.worker.stages.open_microbatches import OpenMicrobatches
 from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
@@ -83,7 +83,7 @@ class StepParts:
         self._losses = ReplicaLosses(context.replicas, reduction, microbatches)
         self._probes = Probes(rank, placement, transport, context.monitor, message_bytes(compiled))
         self.order: Final = self._x_order(compiled, trainable, reduction)
-        at_once = AllAtOnce(
+        self.end: Final[StepEnd] = self.order or AllAtOnce(
             trainable,
             compiled.copied(placement),
             {one.name for one in shared}.intersection(trainable),
@@ -94,11 +94,6 @@ class StepParts:
             fills=not context.is_guest,
             measured=counted_on(own, compiled) if options.noise_scale else None,
         )
-        deferral = None
-        if isinstance(options.synchrony, Deadline) and context.replicas.count > 1:
-            deferral = Deferral(options.synchrony, context.replica, context.replicas.count, microbatches)
-            at_once.defer(deferral)
-        self.end: Final[StepEnd] = self.order or at_once
         self.gradients: Final = Gradients(
             rank, self.end.sums, shared, placement, transport, options.timeout, self._probes.answer
         )
@@ -116,7 +111,9 @@ class StepParts:
         )
         self.first: Final = self.factory.first()
         self._foreign = ForeignStages(self.factory, context, shared)
-        self.tail: Final = self._tail(microbatches, deferral)
+        self.tail: Final = self._tail(microbatches)
+        if isinstance(self.end, AllAtOnce) and isinstance(self.tail, DeferredMicrobatches):
+            self.end.defer(self.tail.deferral)
 
     def close(self) -> None:
         """End the sum over replicas, and the exchanges between sites. There is no later step."""
@@ -308,12 +305,12 @@ class StepParts:
         reduce = context.options.reduce
         return XOrderSteps(order, trainable, copied, reduction, reduce, context.sites, store, context.rank)
 
-    def _tail(self, microbatches: int, deferral: Deferral | None) -> OpenMicrobatches | None:
+    def _tail(self, microbatches: int) -> OpenMicrobatches | None:
         context, mode = self._context, self._context.options.within_step
         if context.replicas.count == 1 or mode is None:
             return None
         tails = TailFactory(context, self.factory, self.first.stages, microbatches)
-        return tails.stolen(mode) if isinstance(mode, Stealing) else tails.deferred(deferral) if deferral is not None else None
+        return tails.stolen(mode) if isinstance(mode, Stealing) else tails.deferred(mode)
 
     def _begin_stages(
         self, stages: Mapping[int, ForwardStage], outputs: Mapping[int, StepOutputs], loss_scale: float, steps_before: int

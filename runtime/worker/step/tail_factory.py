@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import cast
 
-from adaptra.planning.synchrony.modes import Stealing
+from adaptra.planning.synchrony.modes import Deadline, Stealing
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.synchrony.admissions import Admissions
 from adaptra.runtime.synchrony.claims import Claims
@@ -37,9 +37,10 @@ class TailFactory:
         self._stage = cast("TrainingStage", stage)
         self._microbatches = microbatches
 
-    def deferred(self, deferral: Deferral) -> DeferredMicrobatches:
+    def deferred(self, deadline: Deadline) -> DeferredMicrobatches:
         """Return what computes the microbatches of steps that have a deadline."""
-        context, own = self._context, (deferral.replica, self._microbatches)
+        context, own = self._context, (self._context.replica, self._microbatches)
+        deferral = Deferral(deadline, context.replica, context.replicas.count, self._microbatches)
         if self._number:
             slots = self._told()
         else:
