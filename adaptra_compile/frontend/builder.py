@@ -148,8 +148,7 @@ def _check_compiled(request: CompileArguments, planned: PlannedPipeline, launche
     for mode in request.options.auto.allow if request.options.auto is not None else ():
         sites_of(launched.world, mode)
     if request.options.within_step is not None:
-        in_order = any(transport.contract.in_order for transport in launched.transports)
-        check_within_step(request.options.within_step, planned, launched.world, in_order=in_order)
+        check_within_step(request.options.within_step, planned, launched.world, in_order=launched.in_order)
     refuse_shared_memory(model, planned.compiled, request.placed, launched, is_empty=is_empty)
 
 
@@ -310,7 +309,7 @@ def _spec(request: CompileArguments, launched: Launch, devices: Sequence[torch.d
         if request.limit is None
         else None,
         replicas,
-        any(transport.contract.in_order for transport in launched.transports),
+        launched.in_order,
         is_to_come=is_to_come,
         guests=launched.world.guests,
         crowd=launched.world.crowd,

@@ -109,6 +109,11 @@ class Launch:
     job: Job | OneProcess
 
     @property
+    def in_order(self) -> bool:
+        """Whether a transport has one queue for all messages between two ranks, as NCCL has."""
+        return any(transport.contract.in_order for transport in self.transports)
+
+    @property
     def ranks(self) -> list[Place]:
         """The places of the workers run here in their pipelines, each once."""
         return list(dict.fromkeys(self.world.seat(worker).place for worker in self.world.hosted(self.process)))

@@ -7,14 +7,14 @@ from typing import Any, Final, Literal
 
 from adaptra.checks import is_whole, require_flag, require_word
 from adaptra.errors import OptionError
-from adaptra.planning.synchrony.modes import Apart, Auto, Deadline, Local, Stealing, WithinStep, XOrder
+from adaptra.planning.synchrony.modes import Apart, Auto, Local, WithinStep
 from adaptra.runtime.options.rank_agreement import agreed, per_rank
 from adaptra.runtime.options.reduce_options import Reduce
 
 EXACT: Final = "exact"
 """The mode of synchronisation in which every update has the gradients of all microbatches."""
 
-Synchrony = Literal["exact"] | Stealing | Deadline | Local | XOrder
+Synchrony = Literal["exact"] | WithinStep | Apart
 """What an update waits for in a running job."""
 
 _MODES: Final = f"{EXACT!r}, adaptra.Stealing(...), Deadline(...), Local(...) or XOrder(...)"
@@ -26,7 +26,7 @@ def check_synchrony(mode: Any) -> None:
     Raises:
         OptionError: It is none. The text shows it.
     """
-    if mode != EXACT and not isinstance(mode, Stealing | Deadline | Local | XOrder):
+    if mode != EXACT and not isinstance(mode, WithinStep | Apart):
         raise OptionError(f"synchrony={mode!r}: expected {_MODES}")
 
 
@@ -104,7 +104,7 @@ class StageOptions:
     @property
     def apart(self) -> Apart | None:
         """How sites update by themselves; None where every update has all gradients."""
-        return self.synchrony if isinstance(self.synchrony, Local | XOrder) else None
+        return self.synchrony if isinstance(self.synchrony, Apart) else None
 
     @property
     def local(self) -> Local | None:

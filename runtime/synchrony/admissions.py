@@ -9,7 +9,7 @@ from adaptra.runtime.synchrony.deferral import Deferral
 
 
 class Admissions:
-    """One replica's. Used by the thread that runs the steps of its first stage.
+    """One replica's. Used by one thread at a time.
 
     Args:
         store: The counters, shared by all replicas.
@@ -20,16 +20,14 @@ class Admissions:
         self._store = Connection(store)
         self._deferral = deferral
         self._key = ""
-        self._forgotten = -1
         self._are_left = True
 
     def begin_step(self, step: int) -> None:
         """Begin a step, with a counter of its own. Nobody reads that of the last step but one any more."""
         self._key = f"begun/{step}"
         self._are_left = True
-        if self._deferral.replica == 0 and step - 2 > self._forgotten:
+        if self._deferral.replica == 0:
             self._store.delete_key(f"begun/{step - 2}")
-            self._forgotten = step - 2
 
     def ask(self, own: int) -> bool:
         """Return whether another of this replica's microbatches may begin, where it has begun this many of the step's own."""

@@ -20,7 +20,7 @@ from adaptra.frontend.planned.stage_planning import PipelineSpec, PlannedPipelin
 from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.running.next_workers import NextWorkers
 from adaptra.graph.ops.autocast import refuse_autocast
-from adaptra.planning.synchrony.modes import Local, WithinStep, XOrder
+from adaptra.planning.synchrony.modes import Apart, Local, WithinStep, XOrder
 from adaptra.planning.synchrony.regime import Regime
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.control_store.digest_tree import children_of, parent_of
@@ -82,15 +82,14 @@ class SynchronyChanges:
             following = self.following(mode)
             planned = self._spec.under(mode).within(following).planned(local.compiled)
             if isinstance(mode, WithinStep):
-                in_order = any(transport.contract.in_order for transport in launched.transports)
-                check_within_step(mode, planned, following, in_order=in_order)
+                check_within_step(mode, planned, following, in_order=launched.in_order)
             self._check(call, optimizer)
             return (following, planned), Consent(alike=self._alike(mode, optimizer, scaler))
 
         following, planned = local.agreed(call, call, ready, self._spec.options.timeout)
         if mode == before:
             return
-        if isinstance(mode, Local | XOrder) and following.sites > 1:
+        if isinstance(mode, Apart) and following.sites > 1:
             sizes = [one.element_size() for worker in local.workers for one in worker.trainable.values()]
             smallest = min(sizes, default=4)
             require_site_memory(mode, planned, launched, following, smallest, self._spec.options.timeout)
@@ -120,7 +119,7 @@ class SynchronyChanges:
         check_synchrony(mode)
         world = self._local.launched.world
         check_synchronised(mode, self._spec.options, with_loss=self._local.compiled.with_loss)
-        return world.followed_by(sites=sites_of(world, mode if isinstance(mode, Local | XOrder) else None))
+        return world.followed_by(sites=sites_of(world, mode if isinstance(mode, Apart) else None))
 
     def _check(self, call: str, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a change in this process's state.

@@ -258,24 +258,16 @@ def _until_deadline(mode: Deadline, case: SynchronyCase, times: StepTimes) -> It
     now, done, each = 0.0, [0] * case.replicas, case.microbatches
     for step, row in enumerate(cycle(times)):
         deferred = [step * each - one for one in done]
-        free = mode.free(each, deferred)
-        ends, counts = [0.0] * case.replicas, [0] * case.replicas
-        begins = [(0.0, replica) for replica in range(case.replicas)]
-        while begins:
+        counts = [one + 1 for one in deferred]
+        ends = [count * moment / each for count, moment in zip(counts, row, strict=True)]
+        begins = [(end, replica) for replica, end in enumerate(ends)]
+        heapq.heapify(begins)
+        for _ in range(mode.free(each, deferred)):
             begin, replica = heapq.heappop(begins)
-            if counts[replica] > deferred[replica]:
-                free -= 1
-                if free < 0:
-                    break
             ends[replica] = begin + row[replica] / each
             counts[replica] += 1
             if counts[replica] < deferred[replica] + each:
                 heapq.heappush(begins, (ends[replica], replica))
-        for begin, replica in begins:  # those that still have deferred ones, or not even begun
-            missing = deferred[replica] + 1 - counts[replica]
-            if missing > 0:
-                ends[replica] = begin + missing * row[replica] / each
-                counts[replica] += missing
         now += max(ends) + case.exchange
         parts = (ReplicaPart(one, range(done[one], done[one] + counts[one]), 0) for one in range(case.replicas))
         yield TimedUpdate(now, tuple(parts))

@@ -292,9 +292,10 @@ class AllAtOnce:
             losses = losses[: max(self._deferral.counts)]
             if self._losses.reduction is Reduction.MEAN:
                 # Each microbatch has the weight of one in a whole step. The losses' mean is to be that of what is in the step.
-                divisor = self._deferral.share
+                share = self._deferral.share
+                divisor = None if share == 1.0 else share
                 losses = losses * (len(losses) / self._deferral.mean_count)
-        return Certificate(losses, None if divisor == 1.0 and not is_weighted else divisor)
+        return Certificate(losses, divisor)
 
     def commit(self, certificate: Certificate) -> None:
         """Divide the sums, fill ``grad``, and run hooks."""

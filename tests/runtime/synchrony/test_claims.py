@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,6 +19,14 @@ from adaptra.runtime.synchrony.slots import AdmittedSlots, ClaimedSlots, SlotMic
 from adaptra.runtime.transports.local import LocalHub
 
 MICROBATCHES, KEPT = 12, 2
+
+
+def in_threads(take: Callable[[int], None], replicas: int) -> None:
+    threads = [threading.Thread(target=take, args=(replica,)) for replica in range(replicas)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
 
 
 def test_threads_claim_each_microbatch_once() -> None:
@@ -39,11 +48,7 @@ def test_threads_claim_each_microbatch_once() -> None:
             for microbatch, taker in own.takers.items():
                 assert (step, replica, microbatch, taker) in found
 
-    threads = [threading.Thread(target=take, args=(replica,)) for replica in range(replicas)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    in_threads(take, replicas)
     expected = [
         (step, replica, microbatch)
         for step in range(steps)
@@ -86,11 +91,7 @@ def test_slots_that_are_asked_for_ahead_hold_each_microbatch_once() -> None:
             barrier.wait()
         own.close()
 
-    threads = [threading.Thread(target=take, args=(replica,)) for replica in range(replicas)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    in_threads(take, replicas)
     expected = [
         (step, SlotMicrobatch(replica, microbatch))
         for step in range(steps)
@@ -152,11 +153,7 @@ def test_as_many_microbatches_begin_as_a_deadline_admits() -> None:
             barrier.wait()
         slots.close()
 
-    threads = [threading.Thread(target=take, args=(replica,)) for replica in range(replicas)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join()
+    in_threads(take, replicas)
     left = replicas * (MICROBATCHES - 1)
     assert len(free) == steps and all(begun == min(admitted, left) for begun, admitted in free)
 

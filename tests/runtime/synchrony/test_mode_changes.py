@@ -62,6 +62,8 @@ def run(
                     logs.append([*pipe.exchange_log])
                 elif replays:
                     pipe.replay(replays[len(logs)])
+            if step + 1 in at and isinstance(pipe.synchrony, adaptra.Deadline):
+                pipe.defer_nothing()
             args, kwargs = call(TIED.rows(ROWS, 100 * pipe.replica + step))
             pipe.step(*args, **kwargs)
             optimizer.step()
@@ -81,30 +83,6 @@ def run(
         "replica": replica,
         "logs": logs,
     }
-
-
-def within_steps(changes: Sequence[Change], steps: int) -> tuple[list[Any], list[Any]]:
-    """The bits after each step, with changes to modes in which it is decided within a step who computes what, and the logs."""
-    bits, logs, at = [], [], dict(changes)
-    with compiled(TIED, TIED.rows(ROWS, 0), stages=1, microbatches=MICROBATCHES) as pipe:
-        optimizer = adam(pipe.parameters())
-        pipe.attach(optimizer)
-        for step in range(steps):
-            if step in at:
-                pipe.take_synchrony(at[step])
-                assert pipe.synchrony == at[step]
-                if at[step] == "exact":
-                    logs.append([*pipe.exchange_log])
-            if step + 1 in at and isinstance(pipe.synchrony, adaptra.Deadline):
-                pipe.defer_nothing()
-            args, kwargs = call(TIED.rows(ROWS, 100 * pipe.replica + step))
-            pipe.step(*args, **kwargs)
-            optimizer.step()
-            optimizer.zero_grad()
-            bits.append(bits_of(dict(pipe.named_parameters())))
-        explained = pipe.explain()
-    assert "from deadline=1 to exact before step 6" in explained or not changes
-    return bits, logs
 
 
 def refused(rank: int) -> dict[str, tuple[str, str]]:
@@ -146,8 +124,8 @@ def body(rank: int) -> dict[str, Any]:
     found["quorum"] = run([(1, QUORUM), (6, "exact"), (7, QUORUM), (10, "exact")], 12)
     found["replayed"] = run([(1, QUORUM), (6, "exact"), (7, QUORUM), (10, "exact")], 12, replays=found["quorum"]["logs"])
     stolen, full = adaptra.Stealing(most=1), adaptra.Deadline(1.0)
-    found["within steps"] = within_steps([(1, stolen), (3, full), (6, "exact")], 8)
-    found["exact before and after"] = within_steps([], 8)
+    found["within steps"] = run([(1, stolen), (3, full), (6, "exact")], 8, stages=1)
+    found["exact before and after"] = run([], 8, stages=1)
     found["refused"] = refused(rank)
     return found
 
@@ -250,8 +228,10 @@ def test_it_is_what_a_plain_program_does_by_hand(found: list[dict[str, Any]]) ->
 
 def test_modes_with_the_bits_of_exact_keep_them_when_they_begin_and_end_in_a_running_job(found: list[dict[str, Any]]) -> None:
     for one in found:
-        (bits, (log,)), (exact, _) = one["within steps"], one["exact before and after"]
-        assert bits == exact
+        changed, exact = one["within steps"], one["exact before and after"]
+        assert changed["bits"] == exact["bits"] and changed["inner"] == exact["inner"]
+        assert "from deadline=1 to exact before step 6" in changed["explained"]
+        (log,) = changed["logs"]
         firsts = [MICROBATCHES * step for step in range(3)]
         assert log == [
             {"number": number, "parts": [{"first": first, "count": MICROBATCHES}] * 4} for number, first in enumerate(firsts, 1)
