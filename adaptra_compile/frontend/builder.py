@@ -43,6 +43,7 @@ from adaptra.graph.inner_compiler import EAGER, prepare
 from adaptra.graph.modes import as_for_training
 from adaptra.graph.ops.autocast import refuse_autocast
 from adaptra.graph.ops.weighted_loss import WeightedLoss
+from adaptra.planning.synchrony.modes import Apart, Auto, WithinStep
 from adaptra.program.placement import is_straight, stages_of
 from adaptra.progress import Progress, log_progress, shown_progress
 from adaptra.runtime.devices.determinism import set_deterministic
@@ -145,10 +146,12 @@ def _check_compiled(request: CompileArguments, planned: PlannedPipeline, launche
     if apart is not None and launched.world.sites > 1:
         smallest = min((one.element_size() for one in model.parameters()), default=4)
         require_site_memory(apart, planned, launched, launched.world, smallest, request.options.timeout)
-    for mode in request.options.auto.allow if request.options.auto is not None else ():
-        sites_of(launched.world, mode)
-    if request.options.within_step is not None:
-        check_within_step(request.options.within_step, planned, launched.world, in_order=launched.in_order)
+    synchrony = request.options.synchrony
+    for mode in synchrony.allow if isinstance(synchrony, Auto) else (synchrony,):
+        if isinstance(mode, WithinStep):
+            check_within_step(mode, planned, launched.world, in_order=launched.in_order)
+        elif isinstance(mode, Apart):
+            sites_of(launched.world, mode)
     refuse_shared_memory(model, planned.compiled, request.placed, launched, is_empty=is_empty)
 
 

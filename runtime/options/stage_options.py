@@ -7,17 +7,17 @@ from typing import Any, Final, Literal
 
 from adaptra.checks import is_whole, require_flag, require_word
 from adaptra.errors import OptionError
-from adaptra.planning.synchrony.modes import Apart, Auto, Local, WithinStep
+from adaptra.planning.synchrony.modes import BESIDE_EXACT, Apart, Auto, BesideExact, Local, WithinStep
 from adaptra.runtime.options.rank_agreement import agreed, per_rank
 from adaptra.runtime.options.reduce_options import Reduce
 
 EXACT: Final = "exact"
 """The mode of synchronisation in which every update has the gradients of all microbatches."""
 
-Synchrony = Literal["exact"] | WithinStep | Apart
+Synchrony = Literal["exact"] | BesideExact
 """What an update waits for in a running job."""
 
-_MODES: Final = f"{EXACT!r}, adaptra.Stealing(...), Deadline(...), Local(...) or XOrder(...)"
+_MODES: Final = f"{EXACT!r}, {BESIDE_EXACT}"
 
 
 def check_synchrony(mode: Any) -> None:
@@ -26,7 +26,7 @@ def check_synchrony(mode: Any) -> None:
     Raises:
         OptionError: It is none. The text shows it.
     """
-    if mode != EXACT and not isinstance(mode, WithinStep | Apart):
+    if mode != EXACT and not isinstance(mode, BesideExact):
         raise OptionError(f"synchrony={mode!r}: expected {_MODES}")
 
 

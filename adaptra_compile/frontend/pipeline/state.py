@@ -239,11 +239,7 @@ class StateMethods(HeldSession):
         Raises:
             OptionError: The job has no deadline.
         """
-        session = self._require()
-        for worker in session.workers:
-            if worker.deferral is None:
-                raise OptionError("defer_nothing: steps have no deadline: expected Options(synchrony=adaptra.Deadline(...))")
-            worker.deferral.defers_nothing = True
+        self._require().local.defer_nothing()
 
     @property
     def updates(self) -> int:

@@ -13,7 +13,7 @@ from adaptra.errors import OptionError
 from adaptra.frontend.pipeline.attached_optimizer import given_or_attached
 from adaptra.frontend.pipeline.layout import LayoutMethods
 from adaptra.frontend.running.mode_trial import TrainingLoop
-from adaptra.planning.synchrony.modes import Apart, Local, XOrder
+from adaptra.planning.synchrony.modes import BesideExact, check_allowed
 from adaptra.planning.synchrony.trial import LEAST_ROUNDS, Trial
 from adaptra.runtime.options.stage_options import Synchrony
 
@@ -55,16 +55,16 @@ class SynchronyMethods(LayoutMethods):
         batches: Sequence[Any],
         optimizer: torch.optim.Optimizer | None = None,
         *,
-        allow: Sequence[Apart] | None = None,
+        allow: Sequence[BesideExact] | None = None,
         rounds: int = 5,
         update: Callable[[], None] | None = None,
     ) -> Trial | None:
         """Try modes of synchronisation from the state as it is, and go on with what takes off the most loss in a second.
 
         All ranks call this between two steps, as :meth:`take_synchrony`. In each round every mode trains on the same batches,
-        for as many steps as the longest ``every`` of them, or 16 in x-order. The loss is that of these batches, by
-        :meth:`eval_step`, before and after. Seconds are those of the slowest rank. Another mode than exact goes on only if it
-        was faster beyond chance, see ``docs/design/synchrony.md``. All ranks take the same decision.
+        for as many steps as the longest ``every`` of them, or 16 without :class:`adaptra.Local`. The loss is that of these
+        batches, by :meth:`eval_step`, before and after. Seconds are those of the slowest rank. Another mode than exact goes on
+        only if it was faster beyond chance, see ``docs/design/synchrony.md``. All ranks take the same decision.
 
         Then parameters, buffers, the optimizer, random numbers and the number of the next step are what they were. Where exact
         goes on, later steps have the bits that they would have had. Local steps that ran before have ended, as by
@@ -133,7 +133,6 @@ def _check_trial(batches: Any, allow: Any, rounds: Any, *, of_compile: bool) -> 
             f"settle_synchrony: batches={batches!r:.80}: expected a list of batches, each a tuple of inputs and targets or a "
             "mapping of keywords"
         )
-    if not is_list_of(object, allow) or not allow or not all(isinstance(one, Local | XOrder) for one in allow):
-        raise OptionError(f"settle_synchrony: allow={allow!r}: expected a list of adaptra.Local(...) or adaptra.XOrder(...)")
+    check_allowed("settle_synchrony", allow)
     if not is_whole(rounds) or rounds < LEAST_ROUNDS:
         raise OptionError(f"settle_synchrony: rounds={rounds!r}: expected a whole number of at least {LEAST_ROUNDS}")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from adaptra.errors import AdaptraError, LaunchError, PeerLostError, PipelineError, StateError
+from adaptra.errors import AdaptraError, LaunchError, OptionError, PeerLostError, PipelineError, StateError
 from adaptra.frontend.arguments.shared_models import Sharing
 from adaptra.frontend.planned.stage_planning import PlannedPipeline
 from adaptra.frontend.planned.worker_factory import Recorders, close_all
@@ -311,6 +311,17 @@ class LocalWorkers:
                 f"{call}: {sum(deferral.deferred)} microbatches are deferred to the next step: expected a call after a step "
                 "that defers nothing, for which all ranks call pipe.defer_nothing() before"
             )
+
+    def defer_nothing(self) -> None:
+        """Have the next step take in all microbatches.
+
+        Raises:
+            OptionError: Steps have no deadline.
+        """
+        for worker in self.workers:
+            if worker.deferral is None:
+                raise OptionError("defer_nothing: steps have no deadline: expected Options(synchrony=adaptra.Deadline(...))")
+            worker.deferral.defers_nothing = True
 
     def check(self) -> None:
         """Raise the error that has ended this process's waits for other ranks, if there is one."""

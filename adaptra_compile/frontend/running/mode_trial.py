@@ -15,8 +15,8 @@ from adaptra.errors import OptionError, PipelineError, StateError
 from adaptra.frontend.running.kept_state import KeptState
 from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.running.synchrony_changes import SynchronyChanges, mode_text
-from adaptra.planning.synchrony.modes import Apart, Local
-from adaptra.planning.synchrony.regime import Regime, WorkerTimes, median_times
+from adaptra.planning.synchrony.modes import BesideExact, Deadline, Local
+from adaptra.planning.synchrony.regime import Regime, WorkerTimes, times_of
 from adaptra.planning.synchrony.trial import Trial, TrialRound, TriedMode, choose
 from adaptra.program import Kind
 from adaptra.runtime.control.plans.events import EventKind
@@ -25,8 +25,8 @@ from adaptra.runtime.reconfigure.consent import Consent
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
 from adaptra.runtime.worker.worker import Worker
 
-_IN_ORDER: Final = 16
-"""Steps of a round of x-order, in which a replica that is a few times slower has some updates."""
+_STEPS: Final = 16
+"""Steps of a round without local steps. In x-order a replica that is a few times slower has some updates in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class ModeTrial:
         self._call = call
 
     def run(
-        self, loop: TrainingLoop, allow: Sequence[Apart], rounds: int, check: Callable[[], None], *, where_due: bool
+        self, loop: TrainingLoop, allow: Sequence[BesideExact], rounds: int, check: Callable[[], None], *, where_due: bool
     ) -> Trial | None:
         """Try exact updates and the allowed modes, and go on with what takes off the most loss in a second.
 
@@ -102,7 +102,7 @@ class ModeTrial:
             if not regime.is_due(self._changes.regime):
                 return None
         self._changes.regime = regime or self._changes.regime
-        steps = max(one.every if isinstance(one, Local) else _IN_ORDER for one in allow)
+        steps = max(one.every if isinstance(one, Local) else _STEPS for one in allow)
         self._take(EXACT, loop)
 
         def keep() -> tuple[KeptState, Consent]:
@@ -124,7 +124,7 @@ class ModeTrial:
         self._local.workers[0].controller.recorder.emit_now(EventKind.TRIAL, str(trial))
         return trial
 
-    def _agree(self, loop: TrainingLoop, allow: Sequence[Apart], rounds: int, check: Callable[[], None]) -> None:
+    def _agree(self, loop: TrainingLoop, allow: Sequence[BesideExact], rounds: int, check: Callable[[], None]) -> None:
         """Refuse a trial of modes that the job can't have, or for which ranks have different arguments."""
 
         def ready() -> tuple[None, Consent]:
@@ -148,7 +148,7 @@ class ModeTrial:
                 steps.append((busy, records.end - records.start, exposed))
         if not steps:
             return None
-        own = median_times(launched.world.seat(launched.world.hosted(launched.process)[0]).place, steps)
+        own = times_of(launched.world.seat(launched.world.hosted(launched.process)[0]).place, steps)
         return Regime.of([WorkerTimes.decode(text) for text in self._tell(own.encode())])
 
     def _take(self, mode: Synchrony, loop: TrainingLoop) -> None:
@@ -158,7 +158,7 @@ class ModeTrial:
         """Return the rounds of a mode. The state is the kept one before and after."""
         self._take(mode, loop)
         # The first step after a change takes longer, and a stage's exchanges come after a step: every so many have all of them.
-        loop.step(loop.batches[0])
+        self._step(loop, loop.batches[0], is_last=True)
         self._go_back(kept)
         own = [self._round(loop, loop.batches_of(number, steps), kept) for number in range(rounds)]
         told = [json.loads(text) for text in self._tell(json.dumps(own))]
@@ -179,8 +179,8 @@ class ModeTrial:
         before = fmean(map(loop.loss, batches))
         self._tell("")  # so that all ranks begin together
         began = time.monotonic()
-        for batch in batches:
-            loop.step(batch)
+        for number, batch in enumerate(batches, 1):
+            self._step(loop, batch, is_last=number == len(batches))
             with self._local.changing(self._call):
                 loop.update()
         if self._local.launched.device.type == "cuda":
@@ -191,6 +191,12 @@ class ModeTrial:
         after = fmean(map(loop.loss, batches))
         self._go_back(kept)
         return seconds, before, after
+
+    def _step(self, loop: TrainingLoop, batch: Any, *, is_last: bool) -> None:
+        """Run a step. The last one of a round leaves nothing to a step that is not of the round."""
+        if is_last and isinstance(self._local.synchrony, Deadline):
+            self._local.defer_nothing()
+        loop.step(batch)
 
     def _go_back(self, kept: KeptState) -> None:
         kept.go_back()

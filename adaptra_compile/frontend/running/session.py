@@ -22,7 +22,7 @@ from adaptra.frontend.saved.model_names import ModelNames
 from adaptra.frontend.shapes.recompile import Recompile
 from adaptra.graph import CompiledStages
 from adaptra.planning.remedies.bandwidth_remedies import BandwidthOptions
-from adaptra.planning.synchrony.modes import Apart
+from adaptra.planning.synchrony.modes import BesideExact
 from adaptra.runtime.launch.launch import Launch
 from adaptra.runtime.worker.worker import Worker
 
@@ -142,7 +142,7 @@ class Session:
             worker.numbers.go_on_at(step)
 
     @property
-    def allowed_modes(self) -> Sequence[Apart]:
+    def allowed_modes(self) -> Sequence[BesideExact]:
         """The modes that trials may choose by the options; none unless these say so."""
         auto = self._spec.options.auto
         return () if auto is None else auto.allow

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Final, Literal, cast
 
-from adaptra.checks import is_finite, is_whole, require_flag, require_word
+from adaptra.checks import is_finite, is_list_of, is_whole, require_flag, require_word
 from adaptra.errors import OptionError
 from adaptra.known_keywords import known_keywords
 
@@ -155,6 +155,9 @@ class Stealing:
         """Return how many of these are the replica's own: none."""
         return 0
 
+    def __str__(self) -> str:
+        return "stealing"
+
 
 @known_keywords
 @dataclass(frozen=True, kw_only=True)
@@ -232,38 +235,51 @@ class Local:
         return f"local={self.every}"
 
 
-@known_keywords
-@dataclass(frozen=True)
-class Auto:
-    """Every update has all gradients, until a trial in ``pipe.settle_synchrony`` finds another mode surely faster.
-
-    Attributes:
-        allow: The modes that may replace ``"exact"``, each a :class:`Local` or an :class:`XOrder`.
-
-    Raises:
-        OptionError: A mode is none of these; shows what was given.
-    """
-
-    allow: tuple[XOrder | Local, ...]
-
-    def __post_init__(self) -> None:
-        allow: Any = self.allow
-        is_some = isinstance(allow, tuple | list) and len(cast("tuple[Any, ...]", allow)) > 0
-        if not is_some or not all(isinstance(one, XOrder | Local) for one in allow):
-            raise OptionError(f"Auto: allow={allow!r}: expected a list of adaptra.Local(...) or adaptra.XOrder(...)")
-
-        object.__setattr__(self, "allow", tuple(allow))
-
-    def __str__(self) -> str:
-        return f"auto of exact, {', '.join(map(str, self.allow))}"
-
-
 Mode = Synchronous | XOrder | Deadline | Local
 Apart = XOrder | Local
 """In these modes sites update by themselves."""
 
 WithinStep = Stealing | Deadline
 """In these modes it is decided as a step runs which microbatches a replica computes."""
+
+BesideExact = WithinStep | Apart
+"""The modes that a running job may have in the place of exact updates."""
+
+BESIDE_EXACT: Final = "adaptra.Stealing(...), Deadline(...), Local(...) or XOrder(...)"
+"""Those, for people."""
+
+
+def check_allowed(call: str, allow: Any) -> None:
+    """Refuse what is no list of modes that may replace exact updates.
+
+    Raises:
+        OptionError: It is none. The text names what was called, and shows it.
+    """
+    if not is_list_of(object, allow) or not allow or not all(isinstance(one, BesideExact) for one in allow):
+        raise OptionError(f"{call}: allow={allow!r}: expected a list of {BESIDE_EXACT}")
+
+
+@known_keywords
+@dataclass(frozen=True)
+class Auto:
+    """Every update has all gradients, until a trial in ``pipe.settle_synchrony`` finds another mode surely faster.
+
+    Attributes:
+        allow: The modes that may replace ``"exact"``: :class:`Stealing`, :class:`Deadline`, :class:`Local`, :class:`XOrder`.
+
+    Raises:
+        OptionError: A mode is none of these; shows what was given.
+    """
+
+    allow: tuple[BesideExact, ...]
+
+    def __post_init__(self) -> None:
+        check_allowed("Auto", self.allow)
+        object.__setattr__(self, "allow", tuple(self.allow))
+
+    def __str__(self) -> str:
+        return f"auto of exact, {', '.join(map(str, self.allow))}"
+
 
 _WORDS: Final[Mapping[str, Mode]] = {
     "exact": Synchronous(),

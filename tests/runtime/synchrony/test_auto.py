@@ -63,3 +63,47 @@ def test_a_trial_is_due_once_for_a_regime_and_never_where_nothing_is_slow() -> N
         assert regime.startswith("rank 1 ") and modes == ["exact", "local=2"]
         assert text.endswith(f"; before: {regime}")
     assert ranks[0]["slow"] == ranks[1]["slow"] and ranks[0]["bits"] == ranks[1]["bits"]
+
+
+def slow_by_turns(_rank: int, allowed: Any, microbatches: int) -> dict[str, Any]:
+    """A trial of a mode where each replica is slow in every other step; exact steps follow."""
+    turns = [f"slow {step % 2}.0 4x @{step}..{step + 1}" for step in range(300)]
+    options = adaptra.Options(
+        synchrony=adaptra.Auto((allowed,)), emulate=adaptra.EmulatedDevice(0.005, 0.005, 0.005), faults=turns
+    )
+    losses: list[float] = []
+    with compiled(MODEL, rows_of(0, 0), stages=1, microbatches=microbatches, options=options) as pipe:
+        optimizer = adam(pipe.parameters())
+        pipe.attach(optimizer)
+
+        def train(steps: int) -> None:
+            for number in range(steps):
+                args, kwargs = call(rows_of(pipe.replica, number))
+                losses.append(float(pipe.step(*args, **kwargs)))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        train(8)
+        batches = [args for args, _ in (call(rows_of(pipe.replica, 100 + number)) for number in range(3))]
+        trial, mode = pipe.settle_synchrony(batches, rounds=3), pipe.synchrony
+        pipe.take_synchrony("exact")
+        train(3)
+        return {"trial": trial, "mode": mode, "losses": losses, "bits": bits_of(pipe.named_parameters())}
+
+
+def both_by_turns(rank: int) -> list[dict[str, Any]]:
+    return [slow_by_turns(rank, one, 4) for one in (adaptra.Stealing(4), adaptra.Deadline(0.7))]
+
+
+def test_what_answers_slowness_by_turns_is_tried_and_goes_on() -> None:
+    ranks = run_processes(both_by_turns, 2, timeout=200)
+    assert ranks[0] == ranks[1], "figures, losses and bits"
+    stealing, deadline = ranks[0]
+    for one, mode in ((stealing, adaptra.Stealing(4)), (deadline, adaptra.Deadline(0.7))):
+        assert one["mode"] == mode
+        assert one["trial"].regime.endswith("longer by turns") and not one["trial"].regime.startswith("rank")
+        exact, other = (tried.rounds for tried in one["trial"].modes)
+        assert all(pair[1].seconds < 0.8 * pair[0].seconds for pair in zip(exact, other, strict=True))
+    exact, other = (tried.rounds for tried in stealing["trial"].modes)
+    assert [one.after for one in exact] == [one.after for one in other], "stealing has the bits of exact"
+    assert (deadline["losses"], deadline["bits"]) == (stealing["losses"], stealing["bits"]), "nothing is left of a trial"

@@ -169,7 +169,7 @@ ROWS_OF_ERRORS = {
     "batches": (
         "settle_synchrony: batches=…: expected a list of batches, each a tuple of inputs and targets or a mapping of keywords"
     ),
-    "allow": "settle_synchrony: allow=…: expected a list of adaptra.Local(...) or adaptra.XOrder(...)",
+    "allow": "settle_synchrony: allow=…: expected a list of adaptra.Stealing(...), Deadline(...), Local(...) or XOrder(...)",
     "rounds": "settle_synchrony: rounds=…: expected a whole number of at least 3",
     "compile": (
         "settle_synchrony: compile(batches=...) gives each step its batch: expected a pipeline whose steps are given theirs"

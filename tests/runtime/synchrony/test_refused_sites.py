@@ -82,7 +82,7 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
     ),
     *(
         (
-            "Auto: allow=…: expected a list of adaptra.Local(...) or adaptra.XOrder(...)",
+            "Auto: allow=…: expected a list of adaptra.Stealing(...), Deadline(...), Local(...) or XOrder(...)",
             lambda allow=allow: adaptra.Auto(allow),
         )
         for allow in wrong((), [], "exact", ["exact"], adaptra.Local(2), None)

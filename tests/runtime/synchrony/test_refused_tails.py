@@ -41,7 +41,7 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
         of_compile(synchrony=adaptra.Stealing(), survive=True),
     ),
     (
-        "synchrony=Stealing(…) with lossy_bf16='slow': expected True or False, as each replica plans which messages round, and "
+        "synchrony=stealing with lossy_bf16='slow': expected True or False, as each replica plans which messages round, and "
         "others' microbatches would round otherwise",
         of_compile(synchrony=adaptra.Stealing(), lossy_bf16="slow"),
     ),
@@ -51,12 +51,13 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
         of_compile(synchrony=adaptra.Stealing(), schedule=join([generate("1f1b", 2, 2)] * 2)),
     ),
     (
-        "synchrony=Stealing(…) with a function that returns no loss: expected a model whose loss adaptra.compile knows",
+        "synchrony=stealing with a function that returns no loss: expected a model whose loss adaptra.compile knows",
         lambda: CompileArguments(
             nn.Linear(2, 2), 1, 2, None, None, None, None, None, adaptra.Options(synchrony=adaptra.Stealing()), with_loss=False
         ),
     ),
     ("synchrony=… with …: expected several", of_compile(synchrony=adaptra.Stealing())),
+    ("synchrony=… with …: expected several", of_compile(synchrony=adaptra.Auto((adaptra.Stealing(),)))),
     *(
         ("Deadline: quorum=…: expected a share above 0, and at most 1", lambda quorum=quorum: adaptra.Deadline(quorum))
         for quorum in wrong(0, 1.5, float("nan"), "0.9", True)
@@ -118,11 +119,11 @@ def test_a_job_refuses_what_others_can_not_compute() -> None:
             "expected another one"
         ),
         "buffers": (
-            "synchrony=Stealing(…) with the buffer …, which forwards change in microbatch order: expected a model without such "
+            "synchrony=stealing with the buffer …, which forwards change in microbatch order: expected a model without such "
             "buffers"
         ),
         "microbatches": (
-            "synchrony=Stealing(…) with … microbatches: expected more than the … stages, as a replica keeps as many of its "
+            "synchrony=stealing with … microbatches: expected more than the … stages, as a replica keeps as many of its "
             "first ones"
         ),
         "one microbatch": (
