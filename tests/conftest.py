@@ -22,6 +22,7 @@ from golden_files import check_golden
 from hypothesis import settings
 from late import skip_if_late
 from paths import ROOT
+from patience import HUNG
 
 # A loaded machine is no reason to fail: pytest's own time limit ends what hangs, and speed is measured in bench/.
 settings.register_profile("adaptra", deadline=None)
@@ -165,7 +166,7 @@ def in_lab(request: pytest.FixtureRequest) -> Callable[..., Any]:
     if (reason := lab.missing(kernel)) is not None:
         pytest.skip(reason)
 
-    def call(body: Callable[..., Any], *arguments: Any, hosts: int = 2, rails: int = 2, timeout: float = 150.0) -> Any:
+    def call(body: Callable[..., Any], *arguments: Any, hosts: int = 2, rails: int = 2, timeout: float = HUNG) -> Any:
         command = inside.command(body, *arguments)
         finished = lab.run(kernel, command, ROOT, hosts=hosts, rails=rails, timeout=timeout)
         assert finished.status == 0, finished.output

@@ -51,6 +51,8 @@ class SharedBatch:
         self._job = job
         self._device = device
         self._timeout = timeout
+        # The thread must not wait for ops that are queued meanwhile.
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "adaptra-shared-batch")
         self._arriving: Future[dict[int, Pending]] = Future()
         self._arriving.set_result({})
@@ -108,14 +110,12 @@ class SharedBatch:
     def _begin(self, step: int, tensors: Sequence[Tensor]) -> None:
         if not self._others:
             return
-        stream = None
-        if self._device.type == "cuda":  # the thread must not wait for ops that are queued meanwhile
-            stream = torch.cuda.Stream(self._device)
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._arriving = self._thread.submit(self._exchange, step, tensors, stream)
+        if self._beside is not None:
+            self._beside.wait_stream(torch.cuda.current_stream(self._device))
+        self._arriving = self._thread.submit(self._exchange, step, tensors)
 
-    def _exchange(self, step: int, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> dict[int, Pending]:
-        with nullcontext() if stream is None else torch.cuda.stream(stream):
+    def _exchange(self, step: int, tensors: Sequence[Tensor]) -> dict[int, Pending]:
+        with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
             for worker in self._others.values():
                 self._job.send(worker, self._identity(step, self._replica), tensors)
             return {

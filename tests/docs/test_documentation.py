@@ -29,9 +29,7 @@ def run(command: list[str], folder: Path) -> str:
     places = {"PATH": f"{warm_commands(folder)}:{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(folder)}
     # Unbuffered, a print is two writes, a line and its end, and those of two ranks would mix.
     places |= {"PYTHONUNBUFFERED": ""}
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, check=False, env=os.environ | places, timeout=150
-    )
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, env=os.environ | places)
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     assert "Traceback" not in done.stderr, done.stderr
     return done.stdout

@@ -13,7 +13,7 @@ HEAVY = ("torch", "torch.distributed", "sympy", "numpy", "matplotlib", "rich", "
 def loaded_after(code: str) -> set[str]:
     """Which of the heavy packages a fresh interpreter has loaded after running some code."""
     script = f"{code}\nimport sys\nprint(*[name for name in {HEAVY!r} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150, check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return set(done.stdout.split())
 
 

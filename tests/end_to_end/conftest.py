@@ -24,7 +24,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
         paths = {name: folder / f"undisturbed {name} of {replicas}" for name in names}
         with FileLock(folder / f"undisturbed {replicas}"):
             new = [name for name, path in paths.items() if not path.exists()]
-            ranks = run_processes(train_cases, replicas * 2, replicas, 2, new, timeout=400) if new else []
+            ranks = run_processes(train_cases, replicas * 2, replicas, 2, new) if new else []
             for name in new:
                 paths[name].write_bytes(pickle.dumps([one[name] for one in ranks]))
         by_name: dict[str, list[Any]] = {name: pickle.loads(path.read_bytes()) for name, path in paths.items()}

@@ -87,7 +87,7 @@ def train_over_processes(rank: int, ranks: int, name: str, transport: str) -> li
 @pytest.mark.processes
 def test_it_trains_bitwise_over_processes(name: str, transport: str, ranks: int) -> None:
     """What an early stage makes for a late one, as of T5 and U-Net, travels through all stages between."""
-    assert run_processes(train_over_processes, ranks, ranks, name, transport, timeout=220) == [[]] * ranks
+    assert run_processes(train_over_processes, ranks, ranks, name, transport) == [[]] * ranks
 
 
 # Activation checkpointing: nothing is captured of it but ops, so it is done anew.

@@ -198,7 +198,7 @@ def compare(full: list[dict[str, Values]], fewer: list[dict[str, Values]]) -> No
 @pytest.mark.parametrize(("replicas", "ranks", "names"), [(3, 4, [*CASES][:3]), (2, 3, [*CASES][3:])], ids=["3", "2"])
 def test_a_hosted_worker_changes_no_number(replicas: int, ranks: int, names: list[str], undisturbed: Undisturbed) -> None:
     """Three replicas among them, whose sums depend on their order."""
-    compare(undisturbed(replicas, names), run_processes(train_cases, ranks, replicas, 2, names, timeout=400))
+    compare(undisturbed(replicas, names), run_processes(train_cases, ranks, replicas, 2, names))
 
 
 def save_and_go_on(rank: int, replicas: int, folder: str) -> Values:
@@ -214,8 +214,8 @@ def save_and_go_on(rank: int, replicas: int, folder: str) -> Values:
 def test_a_checkpoint_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
     """As after a loss: the same batch on what is left, and the same numbers."""
     folder = str(tmp_path / "two steps")
-    full = run_processes(save_and_go_on, 4, 2, folder, timeout=300)
-    fewer = run_processes(save_and_go_on, 2, 2, folder, timeout=300)
+    full = run_processes(save_and_go_on, 4, 2, folder)
+    fewer = run_processes(save_and_go_on, 2, 2, folder)
     assert "loss 1" in full[0] and "loss 1" not in fewer[0] and "loss 2" in fewer[0]
     for one in fewer:
         for key, value in one.items():
@@ -290,7 +290,7 @@ def refused(rank: int) -> dict[str, tuple[str, str]]:
 
 
 def test_what_a_job_with_guests_can_not_do_is_refused_in_words() -> None:
-    for texts in run_processes(refused, 3, timeout=300):
+    for texts in run_processes(refused, 3):
         assert "replicas=0" in texts["none"][1] and "or give replicas=" in texts["not given"][1]
         assert texts["roles"][1].startswith("roles: 3 ranks host the 4 workers")
         for name, (kind, row) in DOCUMENTED.items():

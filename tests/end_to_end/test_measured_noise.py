@@ -187,7 +187,7 @@ Measured = tuple[Path, list[dict[str, tuple[list[bytes], list[str], str]]]]
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     folder = tmp_path_factory.mktemp("noise")
-    return folder, run_processes(train, REPLICAS * STAGES, str(folder), timeout=300.0)
+    return folder, run_processes(train, REPLICAS * STAGES, str(folder))
 
 
 @pytest.mark.parametrize("name", JOBS)

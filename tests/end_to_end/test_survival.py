@@ -69,7 +69,7 @@ def run_with_store(function: Any, count: int, *args: Any, **how: Any) -> list[An
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return run_processes(function, count, store.port, *args, timeout=400, **how)
+    return run_processes(function, count, store.port, *args, **how)
 
 
 def survive(

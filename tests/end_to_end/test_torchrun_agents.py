@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import HUNG
 from processes import free_port
 
 pytestmark = pytest.mark.processes
@@ -77,7 +78,7 @@ def trained(folder: Path, victim: str) -> list[object]:
         for agent in agents:
             agent.terminate()
         for agent in agents:
-            agent.communicate(timeout=60)
+            agent.communicate(timeout=HUNG)
 
 
 def test_a_node_that_is_lost_costs_no_number(tmp_path: Path) -> None:

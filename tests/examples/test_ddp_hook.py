@@ -15,7 +15,7 @@ pytestmark = pytest.mark.processes
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     # torchrun's agent would end the other rank at once.
     command = [sys.executable, "-m", "adaptra.cli", "run", "-n", "2", str(EXAMPLES / "ddp_hook.py"), "--steps", "4", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 def test_both_ranks_have_the_same_weights() -> None:

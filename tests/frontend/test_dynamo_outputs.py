@@ -427,7 +427,7 @@ def train_over_processes(rank: int) -> tuple[list[str], set[str]]:
 
 @pytest.mark.processes
 def test_a_plain_loop_on_every_rank_trains_bitwise_each_rank_its_own_stage() -> None:
-    results = run_processes(train_over_processes, 2, timeout=220)
+    results = run_processes(train_over_processes, 2)
     names = set(EXAMPLES["gpt_tied"].make().state_dict())
     assert set().union(*(own for _, own in results)) | {"head.weight"} == names
     for found, own in results:
@@ -453,4 +453,4 @@ def train_in_a_replica(rank: int) -> list[str]:
 @pytest.mark.processes
 def test_replicas_take_the_mean_of_their_gradients() -> None:
     """One stage on two ranks: each gives its own batch."""
-    assert run_processes(train_in_a_replica, 2, timeout=220) == [[], []]
+    assert run_processes(train_in_a_replica, 2) == [[], []]

@@ -214,9 +214,8 @@ def train_replicas(rank: int) -> dict[str, tuple[list[float], float, dict[str, A
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(300)
 def test_replicas_have_the_numbers_of_all_their_batches() -> None:
-    results = run_processes(train_replicas, 4, timeout=280.0)
+    results = run_processes(train_replicas, 4)
     for reduction in LOSSES:
         whole = [of_whole_batch(step, reduction, 2 * ROWS) for step in (1, 2)]
         expected = {name: whole[0][1][name] + whole[1][1][name] for name in whole[0][1]}

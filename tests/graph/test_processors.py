@@ -38,7 +38,6 @@ def test_it_is_eager_torch_with_these_kernels(capability: str) -> None:
         command,
         capture_output=True,
         text=True,
-        timeout=200,
         check=False,
         env=os.environ | {"ATEN_CPU_CAPABILITY": capability},
     )

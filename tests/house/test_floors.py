@@ -92,7 +92,7 @@ for name in {sorted(named)!r}:
     importlib.import_module(name)
     assert "torch" not in sys.modules, name
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

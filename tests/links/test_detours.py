@@ -105,7 +105,7 @@ def train_with_and_without(_rank: int) -> list[Trained]:
 def test_microbatches_are_home_again_once_a_narrow_link_is_wide(linked_hosts: type[LinkedHosts]) -> None:
     """How soon depends on how steady this machine is: ``bench/shares.py --narrow`` measures it."""
     with linked_hosts(REPLICAS * STAGES, WIDE) as hosts:
-        results: Any = hosts.call(train_with_and_without, timeout=220.0)
+        results: Any = hosts.call(train_with_and_without)
     for disturbed, undisturbed in results:
         assert (disturbed["losses"], disturbed["digest"]) == (undisturbed["losses"], undisturbed["digest"])
     (first, _), *others = results

@@ -26,7 +26,7 @@ ALLOWED = re.compile(
 def build(kind: str, folder: Path) -> Path:
     """The distribution that the build's back end makes, without a network."""
     code = f"import scikit_build_core.build as back_end; back_end.build_{kind}({str(folder)!r})"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     (made,) = folder.iterdir()
     return made
@@ -73,7 +73,6 @@ def test_no_source_needs_the_header_of_libibverbs() -> None:
     assert not [path for path in sources if "<infiniband/" in path.read_text()]
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.processes
 def test_a_wheel_runs_where_nothing_else_is_installed(tmp_path: Path) -> None:
     (tmp_path / "dist").mkdir()
@@ -87,7 +86,7 @@ def test_a_wheel_runs_where_nothing_else_is_installed(tmp_path: Path) -> None:
     python = tmp_path / "venv" / "bin" / "python"
 
     def run(*command: str | Path) -> str:
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -67,16 +67,16 @@ def test_a_slurm_job_goes_on_after_a_rank_is_killed(tmp_path: Path) -> None:
     assert script.count(" train.py ") == 1
     (tmp_path / "train.sbatch").write_text(script.replace(" train.py ", f" {DYING} 6 train.py "))
     variables = job_of_two_nodes(tmp_path)
-    without = run_command(["bash", "train.sbatch"], 120.0, tmp_path, environment(**variables))
+    without = run_command(["bash", "train.sbatch"], tmp_path, environment(**variables))
     assert without.returncode != 0 and "name a network interface" in without.stderr
-    printed = run_recipe(["bash", "train.sbatch"], tmp_path, 120.0, **variables, INTERFACE="lo").splitlines()
+    printed = run_recipe(["bash", "train.sbatch"], tmp_path, **variables, INTERFACE="lo").splitlines()
     assert printed == [*undisturbed[:6], *undisturbed[4:]]
     assert same_weights(tmp_path, "alone", "checkpoints")
     shutil.rmtree(tmp_path / "checkpoints")
     (tmp_path / "srun").write_text(
         SRUN.replace("NAME=127.0.0.1", "NAME=127.0.0.$((node + 1))")
     )  # by which hosts are told apart
-    printed = run_recipe(["bash", "survive.sbatch"], tmp_path, 120.0, **variables, INTERFACE="lo").splitlines()
+    printed = run_recipe(["bash", "survive.sbatch"], tmp_path, **variables, INTERFACE="lo").splitlines()
     assert [line for line in printed if line.startswith("step")] == undisturbed
     assert same_weights(tmp_path, "alone", "checkpoints")
 

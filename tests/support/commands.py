@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from patience import HUNG
 from warm_python import warm_commands
 
 
@@ -26,18 +27,15 @@ def lines_of(errors: str) -> list[str]:
 
 
 def run_command(
-    command: Sequence[str],
-    timeout: float,
-    folder: Path | None = None,
-    environment: Mapping[str, str] | None = None,
+    command: Sequence[str], folder: Path | None = None, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command; nothing of it is left, however it ends."""
     started = subprocess.Popen(command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
-        output, errors = started.communicate(timeout=timeout)
+        output, errors = started.communicate(timeout=HUNG)
     except subprocess.TimeoutExpired:
         # torchrun ends its ranks when it is asked to, not when it is killed.
         started.terminate()
         output, errors = started.communicate()
-        pytest.fail(f"{command}: not done within {timeout} s:\n{output}\n{errors}")
+        pytest.fail(f"{command}: not done within {HUNG} s:\n{output}\n{errors}")
     return subprocess.CompletedProcess(command, started.returncode, output, errors)

@@ -34,7 +34,6 @@ def interpreted(bodies: ModuleType) -> dict[str, str | None]:
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=150,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from patience import HUNG
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -81,7 +83,7 @@ def run_processes(
     function: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 150.0,
+    timeout: float = HUNG,
     may_die: tuple[int, ...] = (),
     is_fresh: bool = False,
     store_stays: bool = True,

@@ -14,6 +14,7 @@ import torch
 from commands import run_command
 from documented import Page
 from paths import DOCS
+from patience import HUNG
 from torch import Tensor, nn
 from warm_python import warm_commands
 
@@ -51,17 +52,17 @@ def warm_environment(folder: Path, **more: str) -> dict[str, str]:
     return there | {"PATH": f"{warm_commands(folder)}:{there['PATH']}"}
 
 
-def run_recipe(command: Sequence[str], folder: Path, timeout: float = 120.0, **more: str) -> str:
+def run_recipe(command: Sequence[str], folder: Path, **more: str) -> str:
     """What a command prints; nothing of it is left, however it ends."""
-    done = run_command(command, timeout, folder, warm_environment(folder, **more))
+    done = run_command(command, folder, warm_environment(folder, **more))
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
-def outputs_of(started: Sequence[subprocess.Popen[str]], timeout: float = 120.0) -> list[str]:
+def outputs_of(started: Sequence[subprocess.Popen[str]]) -> list[str]:
     """What each of several processes prints that run together; nothing of them is left, however they end."""
     try:
-        printed = [process.communicate(timeout=timeout) for process in started]
+        printed = [process.communicate(timeout=HUNG) for process in started]
     finally:
         for process in started:
             process.terminate()  # torchrun ends its ranks when it is asked to, not when it is killed

@@ -42,17 +42,13 @@ def losses_of_plain(pair: str, folder: Path, *arguments: str, then: str = "") ->
     return _run(in_one_process(EXAMPLES / pair), pair, PLAIN, folder, *arguments, then=then)
 
 
-def losses_of_pipeline(
-    pair: str, folder: Path, ranks: int, *arguments: str, timeout: float = 150, then: str = ""
-) -> list[float]:
+def losses_of_pipeline(pair: str, folder: Path, ranks: int, *arguments: str, then: str = "") -> list[float]:
     """The losses of the script with adaptra under torchrun; ``then`` as of :func:`losses_of_plain`."""
     launcher = under_torchrun(ranks, EXAMPLES / pair)
-    return _run(launcher, pair, PIPELINE, folder, *arguments, timeout=timeout, then=then)
+    return _run(launcher, pair, PIPELINE, folder, *arguments, then=then)
 
 
-def _run(
-    launcher: list[str], pair: str, script: str, folder: Path, *arguments: str, timeout: float = 150, then: str = ""
-) -> list[float]:
+def _run(launcher: list[str], pair: str, script: str, folder: Path, *arguments: str, then: str = "") -> list[float]:
     """Run a script in a folder with one thread per process, and return its losses."""
     file, path = folder / f"{script}.json", EXAMPLES / pair / script
     if then:
@@ -60,6 +56,6 @@ def _run(
         path.write_text((EXAMPLES / pair / script).read_text() + then)
     command = [*launcher, str(path), "--losses", str(file), *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES / pair)}
-    done = run_command(command, timeout, folder, environment)
+    done = run_command(command, folder, environment)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return json.loads(file.read_text())

@@ -167,7 +167,7 @@ def over_processes(rank: int) -> tuple[list[str], list[tuple[str, str]], list[st
 
 @pytest.mark.processes
 def test_pipelines_over_processes_share_what_lies_on_the_same_ranks() -> None:
-    first, second = run_processes(over_processes, 2, timeout=220)
+    first, second = run_processes(over_processes, 2)
     for unequal, ((kind, message), _, over_one_memory), after in (first, second):
         assert unequal == [] and after == []
         assert over_one_memory[0] == "OptionError" and "'0.weight' and '1.weight' are two tensors" in over_one_memory[1]

@@ -65,7 +65,6 @@ RUNS = {
 }
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("bounds", RUNS.values(), ids=RUNS.keys())
 def test_no_step_runs_under_two_plans_and_nothing_stands_still(bounds: Bounds) -> None:
     states, histories = Model(bounds).explore()
@@ -168,7 +167,6 @@ MUTATIONS: list[tuple[type, str, Callable[..., Any], Bounds, str]] = [
 ]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("where", "name", "wrong", "bounds", "message"), MUTATIONS, ids=[m[2].__name__ for m in MUTATIONS])
 def test_the_checker_finds_planted_errors(
     where: type, name: str, wrong: Callable[..., Any], bounds: Bounds, message: str, monkeypatch: pytest.MonkeyPatch

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from patience import HUNG
 from processes import free_port
 
 pytestmark = pytest.mark.processes
@@ -73,7 +74,7 @@ def test_who_waits_for_a_killed_rank_learns_of_it_while_its_worker_lives(transpo
     try:
         assert ranks[0].stdout is not None
         worker = int(ranks[0].stdout.readline())
-        told = ranks[1].communicate(timeout=120)[0]
+        told = ranks[1].communicate(timeout=HUNG)[0]
         os.kill(worker, signal.SIGKILL)  # it lived
         assert "rank 0" in told or "store" in told
         assert "no sign of life" not in told

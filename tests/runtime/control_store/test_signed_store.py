@@ -158,7 +158,6 @@ def trained(rank: int, secret: str | None) -> tuple[list[float], str, dict[str, 
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(150)
 def test_training_with_a_secret_is_bitwise_the_same_and_its_records_are_signed() -> None:
     ours, theirs = (run_processes(trained, 2, secret) for secret in (SECRET, None))
     assert [one[:2] for one in ours] == [one[:2] for one in theirs]

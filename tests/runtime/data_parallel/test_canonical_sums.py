@@ -577,7 +577,7 @@ def train_alone(variant: Variant) -> list[dict[str, Tensor]]:
 @pytest.mark.processes
 def test_replicas_train_bitwise_as_one_process_does(one_thread: None) -> None:
     alone = {name: train_alone(variant) for name, variant in VARIANTS.items()}
-    ranks = run_processes(train_replicas, REPLICAS * STAGES, timeout=220.0)
+    ranks = run_processes(train_replicas, REPLICAS * STAGES)
     compared: set[str] = set()
     for name, expected_steps in alone.items():
         for steps in [rank[name] for rank in ranks]:

@@ -143,28 +143,25 @@ def test_an_error_of_torch_may_come_of_a_loss_that_is_found_later() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(
     ("how", "where", "count"),
     [("kill", "groups", 3), ("stop", "groups", 2), ("kill", "group of replicas", 4), ("kill", "endpoints", 3)],
 )
 def test_a_rank_that_ends_while_ranks_connect_is_named(how: str, where: str, count: int, tmp_path: Path) -> None:
     note = tmp_path / "ended at"
-    check_named(run_processes(join, count, how, where, note, timeout=150.0, may_die=(LOST,)), note)
+    check_named(run_processes(join, count, how, where, note, may_die=(LOST,)), note)
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(200)
 def test_a_rank_that_ends_while_a_cut_makes_new_groups_is_named(tmp_path: Path) -> None:
     note = tmp_path / "ended at"
-    check_named(run_processes(change, 3, "kill", note, timeout=150.0, may_die=(LOST,)), note)
+    check_named(run_processes(change, 3, "kill", note, may_die=(LOST,)), note)
 
 
 @pytest.mark.processes
-@pytest.mark.timeout(200)
 def test_why_a_rank_could_not_connect_is_told_to_the_others_at_once(tmp_path: Path) -> None:
     note = tmp_path / "ended at"
-    results = run_processes(join, 3, "raise", "groups", note, timeout=150.0)
+    results = run_processes(join, 3, "raise", "groups", note)
     for kind, message, _ in check_named(results, note):
         check_documented(kind, message, FAILED)
         assert message.endswith("ValueError: a network card that is not there")

@@ -116,7 +116,6 @@ print(agreed_values(adaptra.Options(schedule=generate("zb_h1", 4, 8), emulate=de
             [sys.executable, "-c", script],
             capture_output=True,
             text=True,
-            timeout=100,
             check=True,
             env={**os.environ, "PYTHONHASHSEED": seed},
         ).stdout

@@ -59,7 +59,6 @@ RUNS: dict[str, tuple[Bounds, set[str], int]] = {
 """By what happens: the bounds, the errors that processes end by, and the last epoch in which a call is handed over."""
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("bounds", "endings", "epoch"), RUNS.values(), ids=RUNS.keys())
 def test_no_call_counts_twice_and_nothing_stands_still(bounds: Bounds, endings: set[str], epoch: int) -> None:
     model = Model(bounds)
@@ -155,7 +154,6 @@ MUTATIONS: list[tuple[object, str, Callable[..., Any], str, str]] = [
 ]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("where", "name", "wrong", "run", "message"), MUTATIONS, ids=[m[2].__name__ for m in MUTATIONS])
 def test_the_checker_finds_planted_errors(
     where: object, name: str, wrong: Callable[..., Any], run: str, message: str, monkeypatch: pytest.MonkeyPatch

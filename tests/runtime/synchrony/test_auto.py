@@ -55,7 +55,7 @@ def body(_rank: int) -> dict[str, Any]:
 
 
 def test_a_trial_is_due_once_for_a_regime_and_never_where_nothing_is_slow() -> None:
-    ranks = run_processes(body, 2, timeout=200)
+    ranks = run_processes(body, 2)
     for one in ranks:
         check_documented("PipelineError", one["untried"], UNTRIED)
         assert one["healthy"] is None and one["again"] is None
@@ -96,7 +96,7 @@ def both_by_turns(rank: int) -> list[dict[str, Any]]:
 
 
 def test_what_answers_slowness_by_turns_is_tried_and_goes_on() -> None:
-    ranks = run_processes(both_by_turns, 2, timeout=200)
+    ranks = run_processes(both_by_turns, 2)
     assert ranks[0] == ranks[1], "figures, losses and bits"
     stealing, deadline = ranks[0]
     for one, mode in ((stealing, adaptra.Stealing(4)), (deadline, adaptra.Deadline(0.7))):

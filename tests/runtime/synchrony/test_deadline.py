@@ -114,7 +114,7 @@ def body(_rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_processes(body, 4, timeout=200)
+    return run_processes(body, 4)
 
 
 def plain(kind: str, log: Sequence[Any]) -> tuple[list[dict[str, bytes]], list[float]]:

@@ -208,7 +208,7 @@ def changed(rank: int) -> list[Any]:
 
 
 def test_a_running_job_changes_to_x_order_and_back() -> None:
-    one, other = run_processes(changed, 2, timeout=200)
+    one, other = run_processes(changed, 2)
     for of_rank, of_other in ((one, other), (other, one)):
         exact = [each for each in of_rank[:-1] if each[0] == "exact"]
         assert all(each in of_other for each in exact)

@@ -98,7 +98,7 @@ def body(_rank: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Any]]:
-    return run_processes(body, 4, timeout=200)
+    return run_processes(body, 4)
 
 
 def updates_of(found: Sequence[dict[str, Any]]) -> dict[int, Any]:

@@ -96,13 +96,13 @@ def settle(transport: linked_delegate.Linked) -> None:
 @pytest.mark.parametrize("stages", [2, 4])
 def test_two_hundred_failures_change_no_bit_and_lose_or_repeat_no_message(tmp_path: Path, stages: int) -> None:
     linked_delegate.install(tmp_path)
-    results = run_processes(train_while_links_fail, stages, stages, str(tmp_path), linked_delegate.Disturber, timeout=170)
+    results = run_processes(train_while_links_fail, stages, stages, str(tmp_path), linked_delegate.Disturber)
     check(results, messages_of(stages, results[0][-1]))
 
 
 def test_two_hundred_failures_change_no_bit_of_a_sum_over_replicas(tmp_path: Path) -> None:
     linked_delegate.install(tmp_path)
-    results = run_processes(train_while_links_fail, 2, 1, str(tmp_path), linked_delegate.Disturber, timeout=170)
+    results = run_processes(train_while_links_fail, 2, 1, str(tmp_path), linked_delegate.Disturber)
     steps = results[0][-1]
     # A term and a result each way, of the only bucket.
     check(results, dict.fromkeys(((0, 1, SUMS), (1, 0, SUMS)), 2 * steps))
@@ -114,7 +114,7 @@ def test_two_hundred_failures_between_hosts_change_no_bit_and_lose_or_repeat_no_
 ) -> None:
     linked_delegate.install(tmp_path)
     with linked_hosts(2, "all delay=500us", rails=3) as hosts:
-        results = hosts.call(train_on_a_host, str(tmp_path), timeout=170)
+        results = hosts.call(train_on_a_host, str(tmp_path))
         check(results, messages_of(2, results[0][-1]))
 
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from commands import lines_of
+from patience import HUNG
 from processes import free_port
 
 pytestmark = pytest.mark.processes
@@ -50,7 +51,7 @@ def test_nothing_is_left_of_the_engine_when_the_interpreter_ends(transport: str,
         for rank in range(2)
     ]
     try:
-        told = [rank.communicate(timeout=150)[1] for rank in ranks]
+        told = [rank.communicate(timeout=HUNG)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
