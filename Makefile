@@ -98,20 +98,17 @@ rdma: $(READY) ## the tests that boot the lab of RDMA devices
 checks: $(READY) ## lint, types, docs, cxx
 	$(MAKE) --jobs=1 lint types docs cxx
 
-# A test that measures times leaves about a core idle, and one of several processes waits too, as for a loss. What takes no notice of
-# the time uses that, and gives way to it.
+# A test that measures times leaves about a core idle. What takes no notice of the time uses that, and gives way to it.
 test: $(READY) ## everything that can fail here: lint, types, docs, C++ and all tests
 	$(MAKE) --jobs=2 --output-sync=target alone aside
 	$(MAKE) --jobs=2 --output-sync=target unit rdma UNIT=--ignore=tests/graph
-	$(MAKE) --jobs=1 fake_cuda
-	$(MAKE) --jobs=2 --output-sync=target processes graphs
+	$(MAKE) --jobs=1 fake_cuda processes
 
-aside: $(READY) ## the checks, at the lowest priority
-	nice -n 19 $(MAKE) --jobs=1 checks
+aside: $(READY) ## the checks and the unit tests of graphs, at the lowest priority
+	nice -n 19 $(MAKE) --jobs=1 checks graphs
 
-# At a priority at which a test still ends within pytest's limit while ranks keep both cores busy.
-graphs: $(READY) ## the unit tests of graphs, at a lower priority
-	OMP_NUM_THREADS=1 nice -n 5 $(BIN)/pytest -m "$(ONE_PROCESS)" tests/graph
+graphs: $(READY) ## the unit tests of graphs
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "$(ONE_PROCESS)" tests/graph
 
 # With every Python that there is and torch from 2.11 to 2.15. It takes hours, and 6 GB for one environment at a time.
 versions: $(READY) ## unit tests and the demo with Python 3.11 to 3.13 and torch 2.11 to 2.15: a table
