@@ -1,7 +1,8 @@
 """Which mode is chosen in many settings, and what that costs over the best one, as real gradients have it.
 
-Settings are slowness × jitter × exchange × noise. All modes train at half the rate that is best for exact, to the loss that
-exact reaches so in 150 updates. Our choice is that of ``adaptra modes``, with the measured noise scale and every mode allowed.
+Settings are slowness × jitter × exchange × noise. All modes train at half the rate that is best for exact, or each at its own
+best one. The loss is what exact reaches so in 150 updates. Our choice is that of ``adaptra modes``, with the measured noise
+scale and every mode allowed.
 Modes that it names for a trial go on from one state, and so does the choice, for 40 of its updates. The
 mode that is first at the loss at which the choice ends wins, if it takes 3 % less. What a trial itself takes is not counted.
 """
@@ -9,7 +10,7 @@ mode that is first at the loss at which the choice ends wins, if it takes 3 % le
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from statistics import fmean
@@ -66,17 +67,17 @@ class Outcome:
         return taken / fmean(self.seconds[Synchronous()])
 
 
-def choice_rows(runs: Runs, staleness: int, *, is_quick: bool = False) -> Iterator[Row]:
+def choice_rows(runs: Runs, staleness: int, *, at_own_rates: bool, is_quick: bool = False) -> Iterator[Row]:
     """Yield how much longer each one's choices take than the best modes, and how often exact is left where nothing is wrong."""
     outcomes: list[Outcome] = []
     for added, rows, drawn in NOISE:
-        target, rate, phi = _yardstick(runs, rows, drawn)
+        target, rate, phi = _yardstick(runs, rows, drawn, 0 if at_own_rates else BELOW)
         runs.grids.append(f"noise scale, {rows} rows{added}: {phi.value:.0f} samples, {phi.low:.0f} to {phi.high:.0f}")
         settings = [*product(SLOW, JITTER, LINKS)][: 2 if is_quick else None]
         for (slow, factors), (jitter, deviation, pauses), (link, exchange) in settings:
             case = SynchronyCase(REPLICAS, phi.value, factors, deviation, pauses, 8.0 * rows, 8, exchange=exchange, allow=KINDS)
             name = f"{slow}{jitter}{link}{added}"
-            setting = Setting(name, case, rows, target, drawn, grid=(rate,))
+            setting = Setting(name, case, rows, target, drawn, grid=() if at_own_rates else (rate,))
             outcomes.append(_outcome(runs, setting, staleness))
     for one in outcomes:
         runs.grids.append(
@@ -107,16 +108,19 @@ def _rows_of(outcomes: list[Outcome], seeds: int) -> Iterator[Row]:
     yield Row("choice: nothing wrong: exact is left", left, 0, "choices", len(healthy) * seeds)
 
 
-def _yardstick(runs: Runs, rows: int, drawn: float) -> tuple[float, float, NoiseScale]:
-    """Return the loss that exact reaches, the rate at which it does so, and the noise scale on the way."""
+def _yardstick(runs: Runs, rows: int, drawn: float, below: int) -> tuple[float, float, NoiseScale]:
+    """Return the loss that exact reaches, the rate at which it does so, and the noise scale on the way.
+
+    The rate is so many ones of the grid below exact's best one.
+    """
     whole = REPLICAS * 8
     plain = Setting("the rate of exact", SynchronyCase(REPLICAS, 1000, {}, microbatches=8), rows, 0.0, drawn, most=UPDATES)
     found = runs.times(plain, [Contender("exact", Synchronous())])
     (curves,) = found.curves.values()
     losses = [fmean(curve.loss_after(UPDATES * whole)[lane] for curve in curves) for lane in range(len(found.rates))]
     best = losses.index(min(loss for loss in losses if math.isfinite(loss)))
-    below = max(0, best - BELOW)
-    target, rate = losses[below], found.rates[below]
+    taken = max(0, best - below)
+    target, rate = losses[taken], found.rates[taken]
     return target, rate, _exact_steps(runs, plain, 0, rate, UPDATES)[1]
 
 
@@ -145,9 +149,9 @@ def _outcome(runs: Runs, setting: Setting, staleness: int) -> Outcome:
     star = _star_modes(case, staleness)
     modes = dict.fromkeys([*(_limited(mode, staleness) for mode in case.all_modes), *star.values()])
     found = runs.times(setting, [Contender(str(mode), mode) for mode in modes])
-    rate = found.rates[0]
-    seconds = {one.mode: found.at(one, rate) for one in found.curves}
-    ours = [_limited(_chosen(runs, setting, seed, rate, staleness), staleness) for seed in range(runs.seeds)]
+    rates = {one.mode: rate for one, rate in found.best_rates().items()}
+    seconds = {one.mode: found.at(one, rates[one.mode]) for one in found.curves}
+    ours = [_limited(_chosen(runs, setting, seed, rates, staleness), staleness) for seed in range(runs.seeds)]
     asynchronous = _limited(XOrder(x=1), staleness)
     seeds = runs.seeds
     chosen: dict[str, list[Mode]] = {"ours": ours, "always exact": [Synchronous()] * seeds}
@@ -172,22 +176,23 @@ def _star_modes(case: SynchronyCase, staleness: int) -> dict[str, Mode]:
     return picked
 
 
-def _chosen(runs: Runs, setting: Setting, seed: int, rate: float, staleness: int) -> Mode:
-    """Return our choice, by a trial where it is worth one."""
+def _chosen(runs: Runs, setting: Setting, seed: int, rates: Mapping[Mode, float], staleness: int) -> Mode:
+    """Return our choice, by a trial where it is worth one. Each mode has its rate."""
     choice = ModeChoice(setting.case, seed)
     mode = choice.chosen.mode
     rivals = [price for price in choice.trials if price.mode != mode]
     if not rivals:
         return mode
-    parameters, _ = _exact_steps(runs, setting, seed, rate, WARM)
+    parameters, _ = _exact_steps(runs, setting, seed, rates[Synchronous()], WARM)
     best, least = mode, (1 - MARGIN) * TRIAL * choice.chosen.pace.seconds
     trial = replace(setting, name="trial", start=parameters, most=TRIAL, target=0.0)
-    of_choice, _ = runs.train(trial, Contender("", mode), seed, choice.times, (rate,))
+    of_choice, _ = runs.train(trial, Contender("", mode), seed, choice.times, (rates[mode],))
     goal = of_choice.loss_after(TRIAL * setting.whole)[0]
     for price in rivals:
         count = TRIAL * choice.chosen.pace.seconds / price.pace.seconds * price.pace.samples / setting.case.batch / REPLICAS
         rival = replace(trial, most=math.ceil(1.1 * count))
-        curve, _ = runs.train(rival, Contender("", _limited(price.mode, staleness)), seed, choice.times, (rate,))
+        limited = _limited(price.mode, staleness)
+        curve, _ = runs.train(rival, Contender("", limited), seed, choice.times, (rates[limited],))
         # Seconds by the usual ones of an update: those of so few are chance.
         moment = curve.updates_to(goal)[0] * price.pace.seconds
         if moment < least:

@@ -115,6 +115,7 @@ def main() -> int:
     arguments.add_argument("--jitter", action="store_true", help="lognormal 0.3, and pauses in 5 %% of steps")
     arguments.add_argument("--link", action="store_true", help="two sites, an exchange of 10 steps")
     arguments.add_argument("--choice", action="store_true", help="our choice and STAR's rules, in 24 settings")
+    arguments.add_argument("--own-rates", action="store_true", help="of --choice: each mode at its own best rate")
     arguments.add_argument("--real", action="store_true", help="the clock against processes, in 6 settings")
     arguments.add_argument("--quick", action="store_true", help="one seed, and a loss that is soon reached: no bar counts")
     arguments.add_argument("--seeds", type=int, default=5, choices=range(1, 11))
@@ -149,7 +150,7 @@ def main() -> int:
         if given.link:
             rows += link_rows(given, runs)
         if given.choice:
-            rows += choice_rows(runs, given.staleness, is_quick=given.quick)
+            rows += choice_rows(runs, given.staleness, at_own_rates=given.own_rates, is_quick=given.quick)
         if given.real:
             rows += real_rows(progress)
     for line in runs.grids:

@@ -25,7 +25,6 @@ from types import TracebackType
 from typing import IO, Any
 
 import link_changes
-from patience import HUNG
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "rxe"))
 import inside
@@ -174,7 +173,7 @@ class LinkedHosts:
         return [process.wait() for process in started]
 
     def call(
-        self, function: Callable[..., Any], *arguments: Any, timeout: float = HUNG, shown: Collection[int] = ()
+        self, function: Callable[..., Any], *arguments: Any, timeout: float = 500.0, shown: Collection[int] = ()
     ) -> list[Any]:
         """Call ``function(rank, *arguments)`` of a module's top level in a process on every host; what each returned.
 

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from patience import HUNG
-
 HERE = Path(__file__).resolve().parent
 CACHED_KERNEL = Path.home() / ".cache" / "adaptra" / "lab-linux"
 """Where ``build_kernel.sh`` leaves what it built."""
@@ -45,7 +43,7 @@ def missing(kernel: Path | None) -> str | None:
 
 
 def run(
-    kernel: Path, command: Sequence[str], folder: Path, *, hosts: int = 2, rails: int = 2, timeout: float = HUNG
+    kernel: Path, command: Sequence[str], folder: Path, *, hosts: int = 2, rails: int = 2, timeout: float = 500.0
 ) -> Finished:
     """Boot a lab, run a command in it as root, outside of all hosts, and end the lab.
 

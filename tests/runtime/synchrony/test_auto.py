@@ -65,45 +65,38 @@ def test_a_trial_is_due_once_for_a_regime_and_never_where_nothing_is_slow() -> N
     assert ranks[0]["slow"] == ranks[1]["slow"] and ranks[0]["bits"] == ranks[1]["bits"]
 
 
-def slow_by_turns(_rank: int, allowed: Any, microbatches: int) -> dict[str, Any]:
-    """A trial of a mode where each replica is slow in every other step; exact steps follow."""
+STEALING, DEADLINE = adaptra.Stealing(4), adaptra.Deadline(0.7)
+
+
+def slow_by_turns(_rank: int) -> dict[str, Any]:
+    """A trial where each replica is slow in every other step."""
     turns = [f"slow {step % 2}.0 4x @{step}..{step + 1}" for step in range(300)]
     options = adaptra.Options(
-        synchrony=adaptra.Auto((allowed,)), emulate=adaptra.EmulatedDevice(0.005, 0.005, 0.005), faults=turns
+        synchrony=adaptra.Auto((DEADLINE, STEALING)), emulate=adaptra.EmulatedDevice(0.005, 0.005, 0.005), faults=turns
     )
-    losses: list[float] = []
-    with compiled(MODEL, rows_of(0, 0), stages=1, microbatches=microbatches, options=options) as pipe:
+    with compiled(MODEL, rows_of(0, 0), stages=1, microbatches=4, options=options) as pipe:
         optimizer = adam(pipe.parameters())
         pipe.attach(optimizer)
-
-        def train(steps: int) -> None:
-            for number in range(steps):
-                args, kwargs = call(rows_of(pipe.replica, number))
-                losses.append(float(pipe.step(*args, **kwargs)))
-                optimizer.step()
-                optimizer.zero_grad()
-
-        train(8)
+        for number in range(8):
+            args, kwargs = call(rows_of(pipe.replica, number))
+            pipe.step(*args, **kwargs)
+            optimizer.step()
+            optimizer.zero_grad()
         batches = [args for args, _ in (call(rows_of(pipe.replica, 100 + number)) for number in range(3))]
         trial, mode = pipe.settle_synchrony(batches, rounds=3), pipe.synchrony
         pipe.take_synchrony("exact")
-        train(3)
-        return {"trial": trial, "mode": mode, "losses": losses, "bits": bits_of(pipe.named_parameters())}
-
-
-def both_by_turns(rank: int) -> list[dict[str, Any]]:
-    return [slow_by_turns(rank, one, 4) for one in (adaptra.Stealing(4), adaptra.Deadline(0.7))]
+        return {"trial": trial, "mode": mode, "bits": bits_of(pipe.named_parameters())}
 
 
 def test_what_answers_slowness_by_turns_is_tried_and_goes_on() -> None:
-    ranks = run_processes(both_by_turns, 2)
-    assert ranks[0] == ranks[1], "figures, losses and bits"
-    stealing, deadline = ranks[0]
-    for one, mode in ((stealing, adaptra.Stealing(4)), (deadline, adaptra.Deadline(0.7))):
-        assert one["mode"] == mode
-        assert one["trial"].regime.endswith("longer by turns") and not one["trial"].regime.startswith("rank")
-        exact, other = (tried.rounds for tried in one["trial"].modes)
-        assert all(pair[1].seconds < 0.8 * pair[0].seconds for pair in zip(exact, other, strict=True))
-    exact, other = (tried.rounds for tried in stealing["trial"].modes)
-    assert [one.after for one in exact] == [one.after for one in other], "stealing has the bits of exact"
-    assert (deadline["losses"], deadline["bits"]) == (stealing["losses"], stealing["bits"]), "nothing is left of a trial"
+    found, other = run_processes(slow_by_turns, 2)
+    assert found == other, "figures, mode and bits"
+    assert found["trial"].regime.endswith("longer by turns") and not found["trial"].regime.startswith("rank")
+    exact, deadline, stealing = (tried.rounds for tried in found["trial"].modes)
+    assert all(
+        one.seconds < 0.8 * pair.seconds for rounds in (deadline, stealing) for one, pair in zip(rounds, exact, strict=True)
+    )
+    assert [(one.before, one.after) for one in stealing] == [(one.before, one.after) for one in exact], "the bits of exact"
+    assert [one.before for one in deadline] == [one.before for one in exact], "nothing is left of a round"
+    assert [one.after for one in deadline] != [one.after for one in exact]
+    assert found["mode"] == (DEADLINE, STEALING)[found["trial"].chosen - 1]
