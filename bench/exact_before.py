@@ -1,80 +1,125 @@
 """Steps of `exact` beside those of an earlier checkout: what modes of synchronisation cost a job that does not use them.
 
-Both checkouts have an environment of their own, in which adaptra is installed from them. They take turns, in pairs. Processor
-time counts, of two replicas: it varies less than the time of day on a busy machine.
+Both checkouts have an environment of their own, in which adaptra is installed from them. A job of two replicas of each is there
+all the time, and they take turns by some steps. So what slows the machine for longer slows both. Processor time counts, of the
+first replica: it varies less than the time of day on a busy machine.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from statistics import median
+from statistics import median, stdev
 
 import torch
-from _ranks import run_on_ranks, small_problem
+import torch.distributed as dist
+from _ranks import free_port, small_problem
 from _table import Row, parser, print_rows
 
 import adaptra
 
 HERE = Path(__file__).resolve()
-BAR = 1.005
+REPLICAS, BAR = 2, 1.005
 
 
-def measure(_rank: int, steps: int) -> list[float]:
-    """Milliseconds of a step on the first of two replicas: of the processor, and of the day."""
+def serve(steps: int) -> None:
+    """Make so many steps for each line that is read, and print the milliseconds of one: of the processor, and of the day."""
     torch.set_num_threads(1)
+    dist.init_process_group("gloo")
     problem = small_problem(1, 8, width=384, rows=32)
     with adaptra.compile(**problem, options=adaptra.Options(adapt=False)) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
-
-        def run(count: int) -> None:
-            for _ in range(count):
+        for _ in sys.stdin:
+            began = time.process_time(), time.monotonic()
+            for _ in range(steps):
                 pipe.step(*problem["example_inputs"])
                 optimizer.step()
                 optimizer.zero_grad()
+            ended = time.process_time(), time.monotonic()
+            print(json.dumps([1e3 * (now - before) / steps for now, before in zip(ended, began, strict=True)]), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
 
-        run(10)
-        began = time.process_time(), time.monotonic()
-        run(steps)
-        return [
-            1e3 * (now - before) / steps for now, before in zip((time.process_time(), time.monotonic()), began, strict=True)
+
+class Job:
+    """The ranks of a checkout.
+
+    Args:
+        checkout: Its folder.
+        steps: The steps of a turn.
+    """
+
+    def __init__(self, checkout: Path, steps: int) -> None:
+        command = [str(checkout / ".venv/bin/python"), str(HERE), "--serve", "--steps", str(steps)]
+        there = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(REPLICAS)}
+        self._ranks = [
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                cwd=checkout,
+                env=there | {"RANK": str(rank)},
+                text=True,
+            )
+            for rank in range(REPLICAS)
         ]
+
+    def turn(self) -> list[float]:
+        """Return what the first rank prints for a turn of all."""
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            print(file=rank.stdin, flush=True)
+        lines = [rank.stdout.readline() for rank in self._ranks if rank.stdout is not None]
+        if not all(lines):
+            raise SystemExit("a rank has ended, as it says above")
+        return json.loads(lines[0])
+
+    def end(self) -> None:
+        """Have all ranks end."""
+        for rank in self._ranks:
+            assert rank.stdin is not None
+            rank.stdin.close()
+        for rank in self._ranks:
+            rank.wait()
 
 
 def main() -> int:
     """Run both in turn, and print the table."""
     arguments = parser(__doc__)
     arguments.add_argument("--before", type=Path, metavar="CHECKOUT", help="the earlier one, with .venv; needed")
-    arguments.add_argument("--pairs", type=int, default=15)
-    arguments.add_argument("--steps", type=int, default=100, help="of each run")
-    arguments.add_argument("--once", action="store_true", help="of this checkout alone, as JSON")
+    arguments.add_argument("--pairs", type=int, default=100)
+    arguments.add_argument("--steps", type=int, default=20, help="of each turn")
+    arguments.add_argument("--serve", action="store_true", help="make steps for each line that is read: what --before runs")
     given = arguments.parse_args()
-    if given.once:
-        print(json.dumps(run_on_ranks(measure, 2, given.steps)))
+    if given.serve:
+        serve(given.steps)
         return 0
     if given.before is None or not (given.before / ".venv/bin/python").exists():
         arguments.error(f"--before {given.before}: expected a checkout with .venv, in which make setup has run")
-
-    def run(checkout: Path) -> list[float]:
-        command = [str(checkout / ".venv/bin/python"), str(HERE), "--once", "--steps", str(given.steps)]
-        return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, cwd=checkout).stdout)
-
-    ours, earlier = list[list[float]](), list[list[float]]()
-    for pair in range(given.pairs):
-        turns = [(ours, HERE.parent.parent), (earlier, given.before.resolve())]
-        for found, checkout in turns if pair % 2 else turns[::-1]:
-            found.append(run(checkout))
+    jobs = [Job(checkout, given.steps) for checkout in (HERE.parent.parent, given.before.resolve())]
+    found: tuple[list[list[float]], list[list[float]]] = [], []
+    for pair in range(-2, given.pairs):  # two to warm up
+        for which in (0, 1) if pair % 2 else (1, 0):
+            turn = jobs[which].turn()
+            if pair >= 0:
+                found[which].append(turn)
         print(f"\rpair {pair + 1} of {given.pairs}", end="", file=sys.stderr)
     print(file=sys.stderr)
+    for job in jobs:
+        job.end()
     rows: list[Row] = []
     for index, what in enumerate(("processor", "wall")):
-        now, before = [one[index] for one in ours], [one[index] for one in earlier]
+        now, before = ([turn[index] for turn in turns] for turns in found)
+        ratios = [one / other for one, other in zip(now, before, strict=True)]
+        # The deviation of the median of numbers that vary normally.
+        half = 2 * 1.25 * stdev(ratios) / len(ratios) ** 0.5
+        bar = BAR if index == 0 else None
         rows.append(Row(f"{what} time of a step", median(now), median(before), "ms", given.pairs))
-        ratio = median(one / other for one, other in zip(now, before, strict=True))
-        rows.append(Row(f"{what} time of a step ÷ before, by pairs", ratio, BAR if index == 0 else None, "", given.pairs))
+        rows.append(Row(f"{what} time of a step ÷ before, by pairs", median(ratios), bar, f"± {half:.4f}", given.pairs))
     print_rows("exact steps of two replicas", rows, baseline="before, or bar", as_json=given.json)
     return int(rows[1].ours > BAR)
 

@@ -99,12 +99,16 @@ class Regime:
         return max(self.slowness) > 1 + LEAST or self.turns > LEAST or (self.exposed is not None and self.exposed > LEAST)
 
     def differs(self, before: Regime) -> bool:
-        """Return whether something has begun or ceased to be wrong since, or is wrong by another amount."""
+        """Return whether something has begun or ceased to be wrong since, or is wrong by another amount.
+
+        By how much turns make steps longer varies with the steps seen, so only a begin and an end count there.
+        """
         pairs = zip(self.slowness, before.slowness, strict=True)
         slower = any(max(pair) > (1 + LEAST) ** 2 * min(pair) for pair in pairs)
         known = self.exposed is not None and before.exposed is not None
         by_sums = known and abs((self.exposed or 0.0) - (before.exposed or 0.0)) > 2 * LEAST
-        return slower or by_sums or abs(self.turns - before.turns) > 2 * LEAST
+        by_turns = self.turns < LEAST / 2 if before.turns > LEAST else self.turns > 2 * LEAST
+        return slower or by_sums or by_turns
 
     def is_due(self, tried: Regime | None) -> bool:
         """Return whether a trial is due, given the regime of the last one; None before the first."""
