@@ -1,8 +1,8 @@
 """Steps of `exact` beside those of an earlier checkout: what modes of synchronisation cost a job that does not use them.
 
-Both checkouts have an environment of their own, in which adaptra is installed from them. A job of two replicas of each is there
-all the time, and they take turns by some steps. So what slows the machine for longer slows both. Processor time counts, of the
-first replica: it varies less than the time of day on a busy machine.
+Both checkouts have an environment of their own, in which adaptra is installed from them. A job of two replicas of each is
+started, and they take turns by some steps. So what slows the machine for longer slows both. Processor time counts, of the first
+replica. The same code differs by a fifth from start to start, so the interval is over starts.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median, stdev
+from statistics import fmean, median
 
 import torch
 import torch.distributed as dist
 from _ranks import free_port, small_problem
-from _table import Row, parser, print_rows
+from _table import Row, half_interval, parser, print_rows
 
 import adaptra
 
@@ -29,6 +30,8 @@ REPLICAS, BAR = 2, 1.005
 def serve(steps: int) -> None:
     """Make so many steps for each line that is read, and print the milliseconds of one: of the processor, and of the day."""
     torch.set_num_threads(1)
+    processors = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {processors[int(os.environ["RANK"]) % len(processors)]})
     dist.init_process_group("gloo")
     problem = small_problem(1, 8, width=384, rows=32)
     with adaptra.compile(**problem, options=adaptra.Options(adapt=False)) as pipe:
@@ -91,7 +94,10 @@ def main() -> int:
     """Run both in turn, and print the table."""
     arguments = parser(__doc__)
     arguments.add_argument("--before", type=Path, metavar="CHECKOUT", help="the earlier one, with .venv; needed")
-    arguments.add_argument("--pairs", type=int, default=100)
+    arguments.add_argument(
+        "--starts", type=int, default=10, choices=range(2, 11), metavar="N", help="how often both jobs are started"
+    )
+    arguments.add_argument("--pairs", type=int, default=10, help="of turns, after each start")
     arguments.add_argument("--steps", type=int, default=20, help="of each turn")
     arguments.add_argument("--serve", action="store_true", help="make steps for each line that is read: what --before runs")
     given = arguments.parse_args()
@@ -100,28 +106,36 @@ def main() -> int:
         return 0
     if given.before is None or not (given.before / ".venv/bin/python").exists():
         arguments.error(f"--before {given.before}: expected a checkout with .venv, in which make setup has run")
-    jobs = [Job(checkout, given.steps) for checkout in (HERE.parent.parent, given.before.resolve())]
-    found: tuple[list[list[float]], list[list[float]]] = [], []
-    for pair in range(-2, given.pairs):  # two to warm up
-        for which in (0, 1) if pair % 2 else (1, 0):
-            turn = jobs[which].turn()
-            if pair >= 0:
-                found[which].append(turn)
-        print(f"\rpair {pair + 1} of {given.pairs}", end="", file=sys.stderr)
+    checkouts = HERE.parent.parent, given.before.resolve()
+    starts: list[list[list[float]]] = []
+    for start in range(given.starts):
+        turned = slice(None, None, -1 if start % 2 else 1)  # who starts first is slower, with the same code as well
+        starts.append(medians([Job(checkout, given.steps) for checkout in checkouts[turned]][turned], given.pairs))
+        print(f"\rstart {start + 1} of {given.starts}", end="", file=sys.stderr)
     print(file=sys.stderr)
-    for job in jobs:
-        job.end()
     rows: list[Row] = []
     for index, what in enumerate(("processor", "wall")):
-        now, before = ([turn[index] for turn in turns] for turns in found)
+        now, before = ([one[which][index] for one in starts] for which in (0, 1))
         ratios = [one / other for one, other in zip(now, before, strict=True)]
-        # The deviation of the median of numbers that vary normally.
-        half = 2 * 1.25 * stdev(ratios) / len(ratios) ** 0.5
-        bar = BAR if index == 0 else None
-        rows.append(Row(f"{what} time of a step", median(now), median(before), "ms", given.pairs))
-        rows.append(Row(f"{what} time of a step ÷ before, by pairs", median(ratios), bar, f"± {half:.4f}", given.pairs))
+        half = half_interval(ratios)
+        rows.append(Row(f"{what} time of a step", median(now), median(before), "ms", given.starts))
+        name = f"{what} time of a step ÷ before"
+        rows.append(Row(name, fmean(ratios), None if index else BAR, "" if half is None else f"± {half:.3f}", given.starts))
     print_rows("exact steps of two replicas", rows, baseline="before, or bar", as_json=given.json)
     return int(rows[1].ours > BAR)
+
+
+def medians(jobs: Sequence[Job], pairs: int) -> list[list[float]]:
+    """Return the times of a step of each of two jobs, the medians over turns, and end them."""
+    turns: tuple[list[list[float]], list[list[float]]] = [], []
+    for pair in range(-2, pairs):  # two to warm up
+        for which in (0, 1) if pair % 2 else (1, 0):
+            times = jobs[which].turn()
+            if pair >= 0:
+                turns[which].append(times)
+    for job in jobs:
+        job.end()
+    return [[median(column) for column in zip(*rows, strict=True)] for rows in turns]
 
 
 if __name__ == "__main__":
