@@ -43,7 +43,7 @@ from adaptra.graph.inner_compiler import EAGER, prepare
 from adaptra.graph.modes import as_for_training
 from adaptra.graph.ops.autocast import refuse_autocast
 from adaptra.graph.ops.weighted_loss import WeightedLoss
-from adaptra.planning.synchrony.modes import Apart, Auto, WithinStep
+from adaptra.planning.synchrony.modes import Apart, WithinStep
 from adaptra.program.placement import is_straight, stages_of
 from adaptra.progress import Progress, log_progress, shown_progress
 from adaptra.runtime.devices.determinism import set_deterministic
@@ -146,8 +146,7 @@ def _check_compiled(request: CompileArguments, planned: PlannedPipeline, launche
     if apart is not None and launched.world.sites > 1:
         smallest = min((one.element_size() for one in model.parameters()), default=4)
         require_site_memory(apart, planned, launched, launched.world, smallest, request.options.timeout)
-    synchrony = request.options.synchrony
-    for mode in synchrony.allow if isinstance(synchrony, Auto) else (synchrony,):
+    for mode in request.options.possible_synchrony:
         if isinstance(mode, WithinStep):
             check_within_step(mode, planned, launched.world, in_order=launched.in_order)
         elif isinstance(mode, Apart):

@@ -97,6 +97,11 @@ class StageOptions:
         return EXACT if isinstance(self.synchrony, Auto) else self.synchrony
 
     @property
+    def possible_synchrony(self) -> tuple[Synchrony, ...]:
+        """What updates may wait for: the modes that trials may choose, or the one that the user has chosen."""
+        return self.synchrony.allow if isinstance(self.synchrony, Auto) else (self.synchrony,)
+
+    @property
     def auto(self) -> Auto | None:
         """The modes that trials may choose where something is slow; None where the user decides on trials."""
         return self.synchrony if isinstance(self.synchrony, Auto) else None

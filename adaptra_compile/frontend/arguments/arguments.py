@@ -109,7 +109,7 @@ class CompileArguments:
             raise OptionError(
                 "survive=True with lossy_bf16='slow', where each replica plans which messages round: expected True or False"
             )
-        for mode in options.auto.allow if options.auto is not None else (options.first_synchrony,):
+        for mode in options.possible_synchrony:
             check_synchronised(mode, options, with_loss=self.with_loss)
         self._check_edges()
         check_inner(options.inner)
