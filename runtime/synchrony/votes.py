@@ -34,7 +34,7 @@ class Vote:
         updates: The number of exchanges of that stage whose update it has.
         is_last: Whether it goes on only once all sites have taken part, none of them in the midst of its steps.
         is_gone: Whether it takes part in no more.
-        seconds: The seconds of its step, where updates depend on these.
+        seconds: The seconds of the last step that it has reported, where updates depend on these.
     """
 
     site: int
@@ -157,6 +157,7 @@ class Votes:
         self._rule = rule
         self._check = check
         self._forgotten = 1
+        self._seconds = 0.0  # of the last step that it has voted for: others expect as many of the one that is under way
         self._cast(Vote(site))
 
     def is_open(self) -> bool:
@@ -176,12 +177,13 @@ class Votes:
             weight: What this site has trained on since it last took part in one of the same stage.
             updates: The number of exchanges of that stage whose update it has.
             is_last: Whether to wait for all sites that are not gone, as for the last exchange.
-            seconds: Those of its step.
+            seconds: Those of its step. Of the last exchange they are those of the step before.
 
         Returns:
             Who takes part; None where this site has missed it, or too few sites are left for any.
         """
-        own = Vote(self._site, self.next, weight, updates, is_last, seconds=seconds)
+        self._seconds = self._seconds if is_last else seconds
+        own = Vote(self._site, self.next, weight, updates, is_last, seconds=self._seconds)
         self._cast(own)
         while (ballot := self._decided()) is None:
             others = [vote for vote in self._found() if not vote.is_gone]
@@ -199,7 +201,7 @@ class Votes:
 
     def have(self, update: int) -> None:
         """Tell that this site has an update, and votes for no other one yet."""
-        self._cast(Vote(self._site, update, updates=update))
+        self._cast(Vote(self._site, update, updates=update, seconds=self._seconds))
 
     def decide(self, ballot: Ballot) -> None:
         """Write a ballot, unless another voter has decided before."""

@@ -86,7 +86,7 @@ class XOrderSteps:
         self._reports = UpdateReports(order, sites, store, rank)
         self._optimizer = UpdatedState(parameters, sites, under(f"rank {rank}", store))
         self._next: tuple[Update, Handover | None] | None = None  # and the state that it begins with, where not this rank's
-        self._began = 0.0
+        self._began: float | None = None  # when the last update was decided; None before the first step, and after a pause
 
     def __str__(self) -> str:
         """How updates are made, and how far this replica is."""
@@ -126,7 +126,8 @@ class XOrderSteps:
         self._optimizer.require_step(f"pipe.step() under Options(synchrony={self._order!r})")
         self._hooks.begin_step()
         self.sums.begin_step(self.sums.parameters)
-        self._began = time.monotonic()
+        if self._began is None:
+            self._began = time.monotonic()
 
     def adding(self) -> AbstractContextManager[None]:
         """As of :class:`.step_end.StepEnd`."""
@@ -150,6 +151,7 @@ class XOrderSteps:
         """
         losses, is_weighted = contribution.losses, self._reduction is Reduction.WEIGHTED
         weight = total_weight(losses) if is_weighted else float(sum(contribution.rows))
+        assert self._began is not None, "a step has begun"
         update = self._reports.report(weight, self.updates, time.monotonic() - self._began)
         self.log.append(update.to_json())
         taken = None if update.source is None else self._optimizer.take(update.source, update.number - 1)
@@ -161,7 +163,7 @@ class XOrderSteps:
                 "reduction='mean' gives each replica the same weight; reduction='sum' and 'weighted' take any numbers"
             )
         self._add(update)
-        self._next = update, taken
+        self._next, self._began = (update, taken), time.monotonic()
         share = len(weights) / self._sites.count if self._order.divide == "all" else 1.0
         divisor = sum(weights) if is_weighted else None
         if share < 1 and self._reduction is not Reduction.SUM:
@@ -199,7 +201,7 @@ class XOrderSteps:
         taken = None if update.source is None else self._optimizer.take(update.source, update.number - 1)
         # Whoever has the state keeps it until all have it.
         self._combine(update, [torch.zeros(1)])
-        self.updates, self.last = update.number, update
+        self.updates, self.last, self._began = update.number, update, None
         self._optimizer.expect(update, taken)
         self._optimizer.keep()
         self._reports.have(update.number)
@@ -227,7 +229,7 @@ class XOrderSteps:
         Args:
             check: Raises the error that has ended this rank's waits, if there is one.
         """
-        self.updates = 0
+        self.updates, self._began = 0, None
         self._reports.restart(check)
         self._optimizer.restart(check)
 

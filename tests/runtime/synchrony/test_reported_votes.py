@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 from torch import distributed as dist
@@ -51,6 +52,40 @@ def test_groups_are_of_alike_seconds() -> None:
     here = [Vote(0, 5, updates=4, seconds=1.0), Vote(2, 5, updates=4, seconds=1.1)]
     assert members(XOrder(groups="auto"), *here, Vote(1, 4, updates=4, seconds=2.0)) == [0, 2]
     assert members(XOrder(groups="auto"), here[0], Vote(2, 4, updates=4, seconds=1.1)) == []
+
+
+def test_a_replica_in_the_midst_of_a_step_is_as_fast_as_in_its_last_one() -> None:
+    """One that has begun its second step is waited for by the other, which is as fast, and is done with its own."""
+    store, found, asked = dist.HashStore(), dict[int, list[Ballot | None]](), threading.Event()
+
+    class Asked(Reported):
+        def members(self, own: Vote, others: Sequence[Vote]) -> Sequence[Vote]:
+            ready = super().members(own, others)
+            if own.site == 0 and own.number == 2:
+                asked.set()
+            return ready
+
+    def run(site: int) -> None:
+        votes = Votes(store, site, 2, Asked(XOrder(groups="auto")), lambda: None)
+        found[site] = [votes.vote(1.0, 0, seconds=1.0)]
+        votes.have(1)
+        both.wait(60)
+        if site == 1:
+            asked.wait(60)
+        found[site].append(votes.vote(1.0, 1, seconds=1.05))
+        votes.have(2)
+        found[site].append(votes.vote(0.0, 2, is_last=True))
+        votes.close()
+
+    both = threading.Barrier(2)
+    threads = [threading.Thread(target=run, args=(site,)) for site in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found[0] == found[1]
+    assert [one.sites for one in found[0] if one is not None] == [(0, 1)] * 3
+    assert [vote.seconds for one in found[0] if one is not None for vote in one.votes] == [1.0, 1.0, 1.05, 1.05, 1.05, 1.05]
 
 
 def test_who_waits_for_all_waits_until_all_do() -> None:
