@@ -199,7 +199,8 @@ class StateMethods(HeldSession):
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Copy values into the stages of this process. A checkpoint of the plain model works on every rank.
 
-        Under a launcher all ranks call this. Copies on several ranks, such as the replicas of a stage, are then compared, as at
+        Under a launcher all ranks call this. Behind some steps with a quorum or in x-order, sites exchange before, as by
+        :meth:`exchange`. Copies on several ranks, such as the replicas of a stage, are then compared, as at
         compilation. If they differ, the first rank's values are used, and the log has one line about it.
 
         Args:

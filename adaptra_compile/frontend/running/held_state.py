@@ -93,10 +93,12 @@ class HeldState:
     def agreed_to_load(self, fitting: Callable[[], Result], call: str) -> Result:
         """Return the part of a state to load here. If ranks have copies, all of them load it or none does.
 
-        A whole training state is loaded by all ranks or by none in any case. ``call`` is the user's method.
+        Sites that may be steps apart exchange before what they have learnt. A whole training state is loaded by all ranks or by none in any case. ``call`` is the user's method.
         """
         local = self._local
         is_common = local.have_copies or (call != "load_state_dict" and local.go_on)
+        if is_common:
+            local.meet_sites(call)
         return local.agreed("state_dict", call, lambda: (fitting(), Consent()), self._timeout) if is_common else fitting()
 
     def take(self, fitting: FittingModel) -> None:

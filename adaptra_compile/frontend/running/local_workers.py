@@ -19,7 +19,7 @@ from adaptra.frontend.planned.worker_factory import Recorders, close_all
 from adaptra.graph import CompiledStages
 from adaptra.graph.capture.collectives import refuse_context_parallel
 from adaptra.graph.ops.autocast import refuse_autocast
-from adaptra.planning.synchrony.modes import Local
+from adaptra.planning.synchrony.modes import Local, XOrder
 from adaptra.runtime.control.calls import Calls
 from adaptra.runtime.launch.launch import Job, Launch
 from adaptra.runtime.options.stage_options import Synchrony
@@ -241,6 +241,19 @@ class LocalWorkers:
         if errors:
             raise next((error for error in errors if not isinstance(error, PeerLostError)), errors[0])
         return [future.result() for future in futures]
+
+    def meet_sites(self, call: str) -> None:
+        """Exchange what sites have learnt, where they may be steps apart, before a call for which all ranks wait.
+
+        One that is behind needs the others for its updates until it comes here.
+
+        Args:
+            call: The method of the pipeline that the user has called.
+        """
+        apart, numbers = self.synchrony, self.workers[0].numbers
+        if isinstance(apart, XOrder) or (isinstance(apart, Local) and apart.quorum is not None):
+            if numbers.next_step > numbers.first_step:
+                self.on_every_rank(Worker.exchange, call)
 
     @contextmanager
     def called(self, call: str) -> Generator[None]:

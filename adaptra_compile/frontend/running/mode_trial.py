@@ -92,6 +92,8 @@ class ModeTrial:
                 else has changed.
             PipelineError: It is to be known whether anything is slow, and no step has run. Nothing has changed.
         """
+        self._local.require_running()
+        self._local.meet_sites(self._call)
         self._agree(loop, allow, rounds, check)
         regime = self._regime()
         if where_due:

@@ -20,7 +20,7 @@ from adaptra.frontend.planned.stage_planning import PipelineSpec, PlannedPipelin
 from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.running.next_workers import NextWorkers
 from adaptra.graph.ops.autocast import refuse_autocast
-from adaptra.planning.synchrony.modes import Apart, Local, WithinStep, XOrder
+from adaptra.planning.synchrony.modes import Apart, Local, WithinStep
 from adaptra.planning.synchrony.regime import Regime
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.control_store.digest_tree import children_of, parent_of
@@ -73,9 +73,7 @@ class SynchronyChanges:
             self.following(mode)
             return
         before = local.synchrony
-        if isinstance(before, XOrder) or (isinstance(before, Local) and before.quorum is not None):
-            # Sites may be steps apart. One that is behind needs the others for its exchanges until it comes here.
-            local.on_every_rank(Worker.exchange, call)
+        local.meet_sites(call)
 
         def ready() -> tuple[tuple[World, PlannedPipeline], Consent]:
             refuse_autocast(call)
