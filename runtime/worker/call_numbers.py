@@ -18,6 +18,8 @@ class CallNumbers:
         collectives: The number of the user's own collectives over all ranks when the last step ended; None before that.
         compared: How often a batch of each call was offered to the comparison with those of other ranks.
         first_step: The number of this worker's first step.
+        updates_before: The number of updates of the parameters in the training before this worker's first one. In x-order it
+            is that before its updates have begun anew.
     """
 
     next_step: int
@@ -27,9 +29,10 @@ class CallNumbers:
     collectives: int | None = None
     compared: Counter[str] = field(default_factory=Counter[str])
     first_step: int = field(init=False)
+    updates_before: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.first_step = self.next_step
+        self.first_step = self.updates_before = self.next_step
 
     @property
     def training_step(self) -> int:

@@ -248,7 +248,12 @@ class Worker:
     def updates(self) -> int:
         """The number of updates of the parameters in the whole training."""
         order, numbers = self._parts.order, self.numbers
-        return numbers.training_step if order is None else numbers.steps_before + numbers.first_step + order.updates
+        return numbers.updates_before + (numbers.next_step - numbers.first_step if order is None else order.made)
+
+    def go_on_at(self, step: int, updates: int) -> None:
+        """Set the number of the next step of the training, on which random numbers depend, and that of updates before it."""
+        self.numbers.go_on_at(step)
+        self.numbers.updates_before += updates - self.updates
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the state of this optimizer go to replicas that have missed updates, where there are any."""
@@ -262,6 +267,8 @@ class Worker:
 
     def begin_exchanges(self) -> None:
         """Let sites update by themselves from the parameters that all of them have now; all ranks call it."""
+        if self._parts.order is not None:
+            self.numbers.updates_before = self.updates  # which goes on
         if self.apart is not None:
             self.apart.restart(self.check)
 

@@ -246,7 +246,7 @@ class StateMethods(HeldSession):
     def updates(self) -> int:
         """The number of updates of the parameters in the whole training, the same on all replicas that have the last one.
 
-        It is the number of steps, but under ``Options(synchrony=adaptra.XOrder(...))``. A learning rate that follows a schedule
+        It is the number of steps, but behind some in x-order. It never goes back where the mode changes. A learning rate that follows a schedule
         follows this number there, as a late replica has made fewer steps.
         """
         return self._require().workers[0].updates

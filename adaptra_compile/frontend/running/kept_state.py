@@ -33,7 +33,7 @@ class KeptState:
         self._states: Mapping[Tensor, Any] = {one: deepcopy(state) for one, state in optimizer.state.items()}
         self._groups = [_settings(group) for group in optimizer.param_groups]
         self._scaler_state = None if scaler is None else deepcopy(scaler.state_dict())
-        self._step = local.workers[0].numbers.training_step
+        self._step, self._updates = local.workers[0].numbers.training_step, local.workers[0].updates
         self._generators = [(one, state_of(one)) for one in global_generators().values()]
         self._on_device = torch.cuda.get_rng_state(local.launched.device) if local.launched.device.type == "cuda" else None
 
@@ -52,7 +52,7 @@ class KeptState:
         if self._scaler is not None and self._scaler_state is not None:
             self._scaler.load_state_dict(deepcopy(self._scaler_state))
         for worker in self._local.workers:
-            worker.numbers.go_on_at(self._step)
+            worker.go_on_at(self._step, self._updates)
         for generator, state in self._generators:
             restore(generator, state)
         if self._on_device is not None:

@@ -73,7 +73,7 @@ class NextWorkers:
         workers = planned.factory.workers(launched, recorders, states, planned.initial, first.numbers.next_step)
         opened.pop_all()
         for worker in workers:
-            worker.numbers.steps_before = first.numbers.steps_before
+            worker.go_on_at(first.numbers.training_step, first.updates)
             worker.kept.kept = first.kept.kept
             worker.go_on_with(first.owners if owners is None else owners)
             # With another role it goes on from that of this process.

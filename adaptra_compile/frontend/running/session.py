@@ -136,10 +136,15 @@ class Session:
         """The number of steps of the training, including those of earlier pipelines that it continues."""
         return self.workers[0].numbers.training_step
 
-    def go_on_at(self, step: int) -> None:
-        """Set the number of the next step of the training, on which random numbers depend."""
+    def go_on_at(self, step: int, updates: int | None = None) -> None:
+        """Set the number of the next step of the training, on which random numbers depend.
+
+        Args:
+            step: That number.
+            updates: The number of updates of the parameters before it; None for as many as steps.
+        """
         for worker in self.workers:
-            worker.numbers.go_on_at(step)
+            worker.go_on_at(step, step if updates is None else updates)
 
     @property
     def allowed_modes(self) -> Sequence[BesideExact]:

@@ -59,7 +59,8 @@ class XOrderSteps:
     Attributes:
         sums: The gradients of the step that is under way.
         log: This replica's updates in order: who was in each, and whose state it took.
-        updates: The number of the last update that this rank has, or of the one that its optimizer is to make.
+        updates: The number of the last update that this rank has, or of the one that its optimizer is to make. Exchanges of
+            all have numbers, too.
         last: That update; None before the first one.
     """
 
@@ -78,6 +79,7 @@ class XOrderSteps:
         self.log: list[dict[str, Any]] = []
         self.updates = 0
         self.last: Update | None = None
+        self._exchanges = 0
         self._order = order
         self._hooks = GradientHooks(parameters, copied)
         self._reduction = reduction
@@ -111,6 +113,11 @@ class XOrderSteps:
     def why(self) -> str | None:
         """As of :class:`.step_end.StepEnd`."""
         return None
+
+    @property
+    def made(self) -> int:
+        """The number of :attr:`updates` without exchanges of all, which change no parameter."""
+        return self.updates - self._exchanges
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Take the state of this optimizer to replicas that lack an update, and look at its steps."""
@@ -202,6 +209,7 @@ class XOrderSteps:
         # Whoever has the state keeps it until all have it.
         self._combine(update, [torch.zeros(1)])
         self.updates, self.last, self._began = update.number, update, None
+        self._exchanges += 1
         self._optimizer.expect(update, taken)
         self._optimizer.keep()
         self._reports.have(update.number)
@@ -229,7 +237,7 @@ class XOrderSteps:
         Args:
             check: Raises the error that has ended this rank's waits, if there is one.
         """
-        self.updates, self._began = 0, None
+        self.updates, self._exchanges, self._began = 0, 0, None
         self._reports.restart(check)
         self._optimizer.restart(check)
 

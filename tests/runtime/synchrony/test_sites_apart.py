@@ -42,14 +42,15 @@ def meets(_rank: int) -> list[Any]:
         with job(mode) as pipe:
             optimizer = adam(pipe.parameters())
             pipe.attach(optimizer)
-            train(pipe, optimizer, range(3))
+            updates = train(pipe, optimizer, range(3))
             pipe.load_state_dict({name: one.clone() for name, one in pipe.state_dict().items()})
             found.append(bits_of(pipe.named_parameters()))
-            train(pipe, optimizer, range(3, 6))
+            updates += train(pipe, optimizer, range(3, 6))
             batches = [args for args, _ in (call(rows_of(pipe.replica, 6)),)]
             trial = pipe.settle_synchrony(batches, allow=[adaptra.Local(1)], rounds=3)
             assert trial is not None
-            found.append((trial.chosen, bits_of(pipe.named_parameters())))
+            assert updates == sorted({*updates}) and pipe.updates >= updates[-1]
+            found.append((trial.chosen, pipe.updates, bits_of(pipe.named_parameters())))
     return found
 
 
