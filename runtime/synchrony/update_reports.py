@@ -17,7 +17,7 @@ from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.data_parallel.sites import Sites
 from adaptra.runtime.synchrony.reported_votes import Reported
 from adaptra.runtime.synchrony.told import Told
-from adaptra.runtime.synchrony.votes import Ballot, Votes
+from adaptra.runtime.synchrony.votes import Ballot, Vote, Votes
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,19 @@ class UpdateReports:
             seconds: Those of the step.
 
         Raises:
-            StateError: The log that is replayed has no update here.
+            StateError: The log that is replayed has no update here, or one of a step with another weight.
             PeerLostError: A rank is lost.
         """
         if self._script is not None:
             self.check_next(is_last=False)
-            return self._script.popleft()
+            update = self._script.popleft()
+            logged = self._own(update).weight
+            if logged != weight:
+                raise StateError(
+                    f"update {update.number}: replica {self._sites.index} has trained on a weight of {weight:g} in this step, and "
+                    f"the log that is replayed has {logged:g}: expected the batches of that run, as gradients count by weight"
+                )
+            return update
         return self._next(weight, updates, seconds=seconds)
 
     def meet(self, updates: int) -> Update:
@@ -120,13 +127,34 @@ class UpdateReports:
         if self._voter is not None:
             self._voter.have(update)
 
-    def replay(self, log: Sequence[Any]) -> None:
+    def replay(self, log: Sequence[Any], updates: int) -> None:
         """Make the updates of a log from now on.
+
+        Args:
+            log: What :meth:`Update.to_json` has returned of each.
+            updates: The number of the last update that this replica has, behind which they are.
 
         Raises:
             StateError: It is no such log. Nothing changes then.
         """
-        self._script = deque(Update.read(Fields(one, "log of updates", StateError), self._sites) for one in log)
+        script = deque(Update.read(Fields(one, "log of updates", StateError), self._sites) for one in log)
+        own, count = self._sites.index, self._sites.count
+        for update in script:
+            sites = update.ballot.sites
+            if own not in sites or not {*sites, own if update.source is None else update.source} <= {*range(count)}:
+                raise StateError(
+                    f"replay: update {update.number} of the log has replicas {', '.join(map(str, sites))}: expected the log of "
+                    f"replica {own} of {count}"
+                )
+            has = self._own(update).updates
+            begins_anew = update is not script[0] and update.number == 1  # as it does with a loaded state
+            if has != (0 if begins_anew else updates):
+                raise StateError(
+                    f"replay: update {update.number} of the log follows update {has} of replica {own}, which has update "
+                    f"{updates} there: expected the whole log of a run, before the first step"
+                )
+            updates = update.number
+        self._script = script
 
     def check_next(self, *, is_last: bool) -> None:
         """Refuse a step, or an exchange of all, where a log that is replayed has none.
@@ -146,6 +174,10 @@ class UpdateReports:
         for one in (self._voter, self._told):
             if one is not None:
                 one.close()
+
+    def _own(self, update: Update) -> Vote:
+        """Return this replica's vote in an update that it is in."""
+        return update.ballot.votes[update.ballot.sites.index(self._sites.index)]
 
     def _next(self, weight: float, updates: int, *, is_last: bool = False, seconds: float = 0.0) -> Update:
         def text() -> str:

@@ -229,7 +229,7 @@ class XOrderSteps:
         Raises:
             StateError: It is no such log. Nothing changes then.
         """
-        self._reports.replay(log)
+        self._reports.replay(log, self.updates)
 
     def restart(self, check: Callable[[], None]) -> None:
         """Begin again at update 1, in which all replicas are. All ranks of the job call it, between two steps.

@@ -50,13 +50,24 @@ ROWS_OF: dict[str, str] = {
         "them closes its pipeline"
     ),
     "log": "… with … updates to come: the log that is replayed has none there",
+    "log of others": "replay: update … of the log has replicas …: expected the log of replica … of …",
+    "log of another point": (
+        "replay: update … of the log follows update … of replica …, which has update … there: expected the whole log of a run, "
+        "before the first step"
+    ),
+    "log of other batches": (
+        "update …: replica … has trained on a weight of … in this step, and the log that is replayed has …: expected the batches "
+        "of that run, as gradients count by weight"
+    ),
     "hooks": (
         "replica … has gradient hooks of …: expected hooks of the same parameters in all replicas, as their copies would "
         "become different; register them on every rank, and let the hook look at pipe.replica"
     ),
 }
 
-KINDS = {"outer state": "OptionError", "rows": "BatchError", "log": "StateError", "hooks": "OptionError"}
+KINDS = {"outer state": "OptionError", "rows": "BatchError", "hooks": "OptionError"} | {
+    what: "StateError" for what in ROWS_OF if what.startswith("log")
+}
 
 
 def in_order(**options: Any) -> Any:
@@ -123,6 +134,22 @@ def refused(rank: int) -> dict[str, Any]:
         pipe.attach(optimizer)
         pipe.replay([])
         note("log", lambda: step(pipe))
+    with in_order() as pipe:
+        optimizer = adam(pipe.parameters())
+        pipe.attach(optimizer)
+        for number in range(2):
+            step(pipe, number)
+            optimizer.step()
+        pipe.exchange()
+        log = [*pipe.exchange_log]
+        note("log of another point", lambda: pipe.replay(log))
+        strange = [{**log[0], "votes": [{**vote, "site": 2 * vote["site"]} for vote in log[0]["votes"]]}]
+        note("log of others", lambda: pipe.replay(strange))
+    with in_order() as pipe:
+        pipe.attach(adam(pipe.parameters()))
+        note("log of another point", lambda: pipe.replay(log[1:]))
+        pipe.replay(log)
+        note("log of other batches", lambda: step(pipe, batch=MODEL.rows(6, 0)))
     return found
 
 
