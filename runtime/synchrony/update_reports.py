@@ -105,8 +105,8 @@ class UpdateReports:
             logged = self._own(update).weight
             if logged != weight:
                 raise StateError(
-                    f"update {update.number}: replica {self._sites.index} has trained on a weight of {weight:g} in this step, and "
-                    f"the log that is replayed has {logged:g}: expected the batches of that run, as gradients count by weight"
+                    f"update {update.number}: replica {self._sites.index} has trained on a weight of {weight} in this step, "
+                    f"and the log that is replayed has {logged}: expected the batches of that run, as gradients count by weight"
                 )
             return update
         return self._next(weight, updates, seconds=seconds)

@@ -38,6 +38,7 @@ from adaptra.runtime.exchange.state_transfer import Handover
 from adaptra.runtime.options.reduce_options import Reduce
 from adaptra.runtime.synchrony.update_reports import Update, UpdateReports
 from adaptra.runtime.synchrony.updated_state import UpdatedState
+from adaptra.runtime.worker.ends.replica_losses import ReplicaLosses
 from adaptra.runtime.worker.ends.step_end import Certificate, Contribution
 from adaptra.runtime.worker.stages.gradient_hooks import GradientHooks
 from adaptra.runtime.worker.stages.loss_reduction import Reduction, total_weight
@@ -50,7 +51,7 @@ class XOrderSteps:
         order: How many replicas an update has, and how old gradients may be.
         parameters: The trainable parameters of this rank's stages by name.
         copied: The names of those that stages of several ranks use, each with a copy of its own.
-        reduction: The reduction of the losses of replicas to that of the batch.
+        losses: How losses of replicas are reduced, and the most microbatches of a replica.
         reduce: How gradients are added up.
         sites: The ranks with the same stages in other replicas.
         store: The keys of updates, shared by all replicas.
@@ -69,7 +70,7 @@ class XOrderSteps:
         order: XOrder,
         parameters: Mapping[str, Tensor],
         copied: Collection[str],
-        reduction: Reduction,
+        losses: ReplicaLosses,
         reduce: Reduce,
         sites: Sites,
         store: Store,
@@ -82,7 +83,7 @@ class XOrderSteps:
         self._exchanges = 0
         self._order = order
         self._hooks = GradientHooks(parameters, copied)
-        self._reduction = reduction
+        self._losses = losses
         self._reduce = reduce
         self._sites = sites
         self._reports = UpdateReports(order, sites, store, rank)
@@ -113,6 +114,10 @@ class XOrderSteps:
     def why(self) -> str | None:
         """As of :class:`.step_end.StepEnd`."""
         return None
+
+    @property
+    def _reduction(self) -> Reduction:
+        return self._losses.reduction
 
     @property
     def made(self) -> int:
@@ -169,7 +174,7 @@ class XOrderSteps:
                 f"{', '.join(f'{one:g}' for one in weights)} rows: expected the same number on all replicas, as "
                 "reduction='mean' gives each replica the same weight; reduction='sum' and 'weighted' take any numbers"
             )
-        self._add(update)
+        losses = self._add(update, losses)
         self._next, self._began = (update, taken), time.monotonic()
         share = len(weights) / self._sites.count if self._order.divide == "all" else 1.0
         divisor = sum(weights) if is_weighted else None
@@ -184,13 +189,14 @@ class XOrderSteps:
         self._next, self.updates, self.last = None, update.number, update
         self._optimizer.expect(update, taken)
         self._reports.have(update.number)
-        if not certificate.has_gradients:
+        if not certificate.has_gradients:  # of no replica: the step is refused, and its update changes nothing
+            self._optimizer.keep()
             self.sums.discard()
-        elif certificate.divisor is not None:
+            return
+        if certificate.divisor is not None:
             self.sums.divide(certificate.divisor)
-        for name, parameter in self.sums.parameters.items():
-            if not certificate.has_gradients or name in self._hooks.names:
-                parameter.grad = None
+        for name in self._hooks.names:
+            self.sums.parameters[name].grad = None
         self.sums.fill(self._hooks.names, replaces=True)
 
     def exchange_all(self) -> Update:
@@ -246,24 +252,30 @@ class XOrderSteps:
         self._reports.close()
         self._optimizer.close()
 
-    def _add(self, update: Update) -> None:
+    def _add(self, update: Update, losses: Tensor) -> Tensor:
         """Add up what the replicas in an update have computed, and compare which parameters have hooks.
+
+        Returns:
+            The losses of the update, from those of this replica's microbatches.
 
         Raises:
             OptionError: Not the same ones have, so the replicas would make another update each.
         """
         count = len(update.ballot.votes)
         if count == 1:
-            return
+            return losses
         names = [*self.sums.parameters]
         sums = [self.sums.total(name).to("cpu") for name in names]
         marks = torch.tensor(bits_of(self._hooks.marks()))
-        self._combine(update, [*sums, marks])
+        combined = torch.zeros(max(len(losses), self._losses.microbatches), *losses.shape[1:], dtype=losses.dtype)
+        combined[: len(losses)] = losses  # a copy, as these may still be under way to other ranks
+        self._combine(update, [*sums, marks, combined])
         means = marks if self._reduction is Reduction.MEAN else marks / count
         self._hooks.check_marks(means.tolist(), self._sites.index)
         for name, total in zip(names, sums, strict=True):
             if (own := self.sums.total(name)) is not total:  # of a GPU
                 own.copy_(total)
+        return (combined[: len(losses)] if self._reduction is Reduction.MEAN else combined).to(losses.device)
 
     def _combine(self, update: Update, tensors: Sequence[Tensor]) -> None:
         self._sites.everyone.combine_among(

@@ -82,7 +82,7 @@ class StepParts:
         self._context = context
         self._losses = ReplicaLosses(context.replicas, reduction, microbatches)
         self._probes = Probes(rank, placement, transport, context.monitor, message_bytes(compiled))
-        self.order: Final = self._x_order(compiled, trainable, reduction)
+        self.order: Final = self._x_order(compiled, trainable)
         self.end: Final[StepEnd] = self.order or AllAtOnce(
             trainable,
             compiled.copied(placement),
@@ -297,13 +297,13 @@ class StepParts:
         votes = context.rank == 0 and context.replicas.index == 0
         return LocalSteps(local, fragments, len(compiled.train), context.replicas, context.sites, store, votes=votes)
 
-    def _x_order(self, compiled: CompiledStages, trainable: Mapping[str, Tensor], reduction: Reduction) -> XOrderSteps | None:
+    def _x_order(self, compiled: CompiledStages, trainable: Mapping[str, Tensor]) -> XOrderSteps | None:
         context, order = self._context, self._context.options.synchrony
         if not isinstance(order, XOrder) or context.sites is None:
             return None
         copied, store = compiled.copied(context.placement), under(f"synchrony/{context.world.epoch}", context.job.store)
         reduce = context.options.reduce
-        return XOrderSteps(order, trainable, copied, reduction, reduce, context.sites, store, context.rank)
+        return XOrderSteps(order, trainable, copied, self._losses, reduce, context.sites, store, context.rank)
 
     def _tail(self, microbatches: int) -> OpenMicrobatches | None:
         context, mode = self._context, self._context.options.within_step

@@ -56,8 +56,8 @@ ROWS_OF: dict[str, str] = {
         "before the first step"
     ),
     "log of other batches": (
-        "update …: replica … has trained on a weight of … in this step, and the log that is replayed has …: expected the batches "
-        "of that run, as gradients count by weight"
+        "update …: replica … has trained on a weight of … in this step, and the log that is replayed has …: expected the "
+        "batches of that run, as gradients count by weight"
     ),
     "hooks": (
         "replica … has gradient hooks of …: expected hooks of the same parameters in all replicas, as their copies would "

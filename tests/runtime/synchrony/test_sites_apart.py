@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from models import Example
 from processes import run_processes
 from test_x_order import MICROBATCHES, MODEL, adam, bits_of, rows_of
+from torch import Tensor
 from training import call, compiled
 
 import adaptra
-from adaptra.planning.synchrony.modes import Apart
+from adaptra.errors import BatchError
+from adaptra.runtime.options.stage_options import Synchrony
 
 pytestmark = [pytest.mark.processes]
 
 
-def job(mode: Apart) -> Any:
+def job(mode: Synchrony, example: Example = MODEL, **arguments: Any) -> Any:
     options = adaptra.Options(synchrony=mode, timeout=20.0)
-    return compiled(MODEL, rows_of(0, 0), stages=1, microbatches=MICROBATCHES, options=options)
+    return compiled(example, rows_of(0, 0), stages=1, microbatches=MICROBATCHES, options=options, **arguments)
 
 
 def train(pipe: adaptra.Pipeline, optimizer: torch.optim.Optimizer, steps: range) -> list[int]:
@@ -58,3 +62,43 @@ def test_a_replica_that_is_behind_is_waited_for_before_a_state_is_loaded_or_mode
     """It needs the others for its updates until it comes to the same call."""
     one, *others = run_processes(meets, 3)
     assert all(one == other for other in others)
+
+
+def of_labels(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """The sum over rows that have a label, and their number."""
+    has_label = (targets[:, :1] > -50).float()
+    return (((outputs - targets) ** 2).mean(1, keepdim=True) * has_label).sum(), has_label.sum()
+
+
+LABELLED = replace(MODEL, loss=of_labels)
+
+
+def labels(rank: int) -> list[list[Any]]:
+    """What exact updates make of batches without labels, and updates of all replicas in x-order."""
+    found: list[list[Any]] = []
+    for mode in ("exact", adaptra.XOrder(1, staleness=0)):
+        of_mode: list[Any] = []
+        with job(mode, LABELLED, reduction="weighted") as pipe:
+            optimizer = adam(pipe.parameters())
+            pipe.attach(optimizer)
+            for number, lacking in enumerate(((), (1,), (0, 1), (0,), ())):
+                (inputs,), _, targets = rows_of(rank, number)
+                try:
+                    of_mode.append(pipe.step(inputs, torch.full_like(targets, -100) if rank in lacking else targets).item())
+                except BatchError as error:
+                    of_mode.append(str(error))
+                else:
+                    of_mode.append([one.grad.norm().item() for one in pipe.parameters() if one.grad is not None])
+                    optimizer.step()
+                    optimizer.zero_grad()
+                of_mode.append((pipe.updates, bits_of(pipe.named_parameters())))
+        found.append(of_mode)
+    return found
+
+
+def test_a_replica_without_labels_is_in_an_update_and_one_without_any_changes_nothing() -> None:
+    (exact, in_order), (_, other) = run_processes(labels, 2)
+    assert exact == in_order == other
+    refused = [index for index, one in enumerate(exact) if isinstance(one, str)]
+    assert [exact[index] for index in refused] == [exact[6]] and "add up to 0" in exact[6]
+    assert exact[5][1] == exact[7][1] != exact[10][1]
