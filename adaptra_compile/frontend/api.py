@@ -265,7 +265,8 @@ class Pipeline(SynchronyMethods, ObservationMethods):
         """The losses of the last step's microbatches, of shape (microbatches,), in microbatch order.
 
         With ``reduction="weighted"`` the shape is (microbatches, 2), with a sum and its weight in each row. Over several
-        replicas the losses are averaged if the reduction is ``"mean"``, otherwise summed. Under a deadline there are as many as
+        replicas the losses are averaged if the reduction is ``"mean"``, otherwise summed. In x-order that is
+        over the replicas in the update; those of unequal rows all have its mean. Under a deadline there are as many as
         the replica with most of them has had in the step. Deferred ones come first, and the mean is the step's loss.
         """
         if self._losses is None:

@@ -200,8 +200,8 @@ class StateMethods(HeldSession):
         """Copy values into the stages of this process. A checkpoint of the plain model works on every rank.
 
         Under a launcher all ranks call this. Behind some steps with a quorum or in x-order, sites exchange before, as by
-        :meth:`exchange`. Copies on several ranks, such as the replicas of a stage, are then compared, as at
-        compilation. If they differ, the first rank's values are used, and the log has one line about it.
+        :meth:`exchange`. Copies on several ranks, such as the replicas of a stage, are then compared, as at compilation. If
+        they differ, the first rank's values are used, and the log has one line about it.
 
         Args:
             state: Tensors by their names in the user's model.
@@ -246,8 +246,8 @@ class StateMethods(HeldSession):
     def updates(self) -> int:
         """The number of updates of the parameters in the whole training, the same on all replicas that have the last one.
 
-        It is the number of steps, but behind some in x-order. It never goes back where the mode changes. A learning rate that follows a schedule
-        follows this number there, as a late replica has made fewer steps.
+        It is the number of steps, but behind some under ``Options(synchrony=adaptra.XOrder(...))``. A learning rate that follows
+        a schedule follows this number there, as a late replica has made fewer steps. It goes on where the mode changes.
         """
         return self._require().workers[0].updates
 

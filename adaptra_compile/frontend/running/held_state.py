@@ -93,7 +93,8 @@ class HeldState:
     def agreed_to_load(self, fitting: Callable[[], Result], call: str) -> Result:
         """Return the part of a state to load here. If ranks have copies, all of them load it or none does.
 
-        Sites that may be steps apart exchange before what they have learnt. A whole training state is loaded by all ranks or by none in any case. ``call`` is the user's method.
+        Sites that may be steps apart exchange before what they have learnt. A whole training state is loaded by all ranks or by
+        none in any case. ``call`` is the user's method.
         """
         local = self._local
         is_common = local.have_copies or (call != "load_state_dict" and local.go_on)

@@ -250,10 +250,10 @@ class LocalWorkers:
         Args:
             call: The method of the pipeline that the user has called.
         """
-        apart, numbers = self.synchrony, self.workers[0].numbers
-        if isinstance(apart, XOrder) or (isinstance(apart, Local) and apart.quorum is not None):
-            if numbers.next_step > numbers.first_step:
-                self.on_every_rank(Worker.exchange, call)
+        mode, numbers = self.synchrony, self.workers[0].numbers
+        are_apart = isinstance(mode, XOrder) or (isinstance(mode, Local) and mode.quorum is not None)
+        if are_apart and numbers.next_step > numbers.first_step:
+            self.on_every_rank(Worker.exchange, call)
 
     @contextmanager
     def called(self, call: str) -> Generator[None]:

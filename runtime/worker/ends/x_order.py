@@ -26,7 +26,6 @@ from torch.distributed import Store
 
 from adaptra.collectives.late_ranks import SumChoice
 from adaptra.collectives.rounds import ALGORITHMS
-from adaptra.errors import BatchError
 from adaptra.planning.synchrony.modes import XOrder
 from adaptra.planning.synchrony.noise_scale import TermNorms
 from adaptra.runtime.control_store.signed_store import under
@@ -156,7 +155,7 @@ class XOrderSteps:
         """Report what this replica has computed, and add up what the replicas in its update have.
 
         Raises:
-            BatchError: Replicas have batches of different numbers of rows, and the mean of their losses is wanted.
+            StateError: A log is replayed that has no such update here.
             OptionError: Not the same parameters have hooks in the replicas of the update.
             PipelineError: A replica has left that alone had the last update.
             PeerLostError: A replica is lost.
@@ -168,13 +167,7 @@ class XOrderSteps:
         self.log.append(update.to_json())
         taken = None if update.source is None else self._optimizer.take(update.source, update.number - 1)
         weights = [vote.weight for vote in update.ballot.votes]
-        if self._reduction is Reduction.MEAN and len({*weights}) > 1:
-            raise BatchError(
-                f"update {update.number}: replicas {', '.join(map(str, update.ballot.sites))} have batches of "
-                f"{', '.join(f'{one:g}' for one in weights)} rows: expected the same number on all replicas, as "
-                "reduction='mean' gives each replica the same weight; reduction='sum' and 'weighted' take any numbers"
-            )
-        losses = self._add(update, losses)
+        losses = self._add(update, contribution)
         self._next, self._began = (update, taken), time.monotonic()
         share = len(weights) / self._sites.count if self._order.divide == "all" else 1.0
         divisor = sum(weights) if is_weighted else None
@@ -252,8 +245,10 @@ class XOrderSteps:
         self._reports.close()
         self._optimizer.close()
 
-    def _add(self, update: Update, losses: Tensor) -> Tensor:
+    def _add(self, update: Update, contribution: Contribution) -> Tensor:
         """Add up what the replicas in an update have computed, and compare which parameters have hooks.
+
+        A mean is that over all rows. Replicas are at different steps, so their batches may have different numbers of these.
 
         Returns:
             The losses of the update, from those of this replica's microbatches.
@@ -261,21 +256,29 @@ class XOrderSteps:
         Raises:
             OptionError: Not the same ones have, so the replicas would make another update each.
         """
-        count = len(update.ballot.votes)
+        losses, count = contribution.losses, len(update.ballot.votes)
         if count == 1:
             return losses
+        is_mean, weights = self._reduction is Reduction.MEAN, {vote.site: vote.weight for vote in update.ballot.votes}
+        is_uneven = is_mean and len({*weights.values()}) > 1
         names = [*self.sums.parameters]
         sums = [self.sums.total(name).to("cpu") for name in names]
         marks = torch.tensor(bits_of(self._hooks.marks()))
         combined = torch.zeros(max(len(losses), self._losses.microbatches), *losses.shape[1:], dtype=losses.dtype)
         combined[: len(losses)] = losses  # a copy, as these may still be under way to other ranks
+        if is_uneven:
+            share = weights[self._sites.index] * count / sum(weights.values())
+            for one in sums:
+                one.mul_(share)
+            rows = torch.tensor(contribution.rows)
+            combined[:] = (combined[: len(rows)].double() * rows).sum() / rows.sum() * share
         self._combine(update, [*sums, marks, combined])
-        means = marks if self._reduction is Reduction.MEAN else marks / count
+        means = marks if is_mean else marks / count
         self._hooks.check_marks(means.tolist(), self._sites.index)
         for name, total in zip(names, sums, strict=True):
             if (own := self.sums.total(name)) is not total:  # of a GPU
                 own.copy_(total)
-        return (combined[: len(losses)] if self._reduction is Reduction.MEAN else combined).to(losses.device)
+        return (combined[: len(losses)] if is_mean else combined).to(losses.device)
 
     def _combine(self, update: Update, tensors: Sequence[Tensor]) -> None:
         self._sites.everyone.combine_among(

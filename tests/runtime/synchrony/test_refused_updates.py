@@ -41,10 +41,6 @@ ROWS_OF: dict[str, str] = {
         "optimizer.step(): update … has other settings on another replica: …: expected the same on all; what follows a "
         "schedule follows pipe.updates, which is the same on all"
     ),
-    "rows": (
-        "update …: replicas … have batches of … rows: expected the same number on all replicas, as reduction='mean' gives each "
-        "replica the same weight; reduction='sum' and 'weighted' take any numbers"
-    ),
     "gone": (
         "replica … has left with update …, which replica … lacks: expected pipe.exchange() on all ranks before the first of "
         "them closes its pipeline"
@@ -65,7 +61,7 @@ ROWS_OF: dict[str, str] = {
     ),
 }
 
-KINDS = {"outer state": "OptionError", "rows": "BatchError", "hooks": "OptionError"} | {
+KINDS = {"outer state": "OptionError", "hooks": "OptionError"} | {
     what: "StateError" for what in ROWS_OF if what.startswith("log")
 }
 
@@ -111,9 +107,6 @@ def refused(rank: int) -> dict[str, Any]:
         if rank == 0:
             next(pipe.parameters()).register_hook(lambda gradient: 2 * gradient)
         note("hooks", lambda: step(pipe))
-    with in_order() as pipe:
-        pipe.attach(adam(pipe.parameters()))
-        note("rows", lambda: step(pipe, batch=MODEL.rows(4 + 2 * rank, 0)))
     with in_order() as pipe:
         optimizer = adam(pipe.parameters())
         pipe.attach(optimizer)

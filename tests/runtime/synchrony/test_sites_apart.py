@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from models import Example
+from models import Example, square_loss
 from processes import run_processes
 from test_x_order import MICROBATCHES, MODEL, adam, bits_of, rows_of
-from torch import Tensor
+from torch import Tensor, nn
 from training import call, compiled
 
 import adaptra
@@ -102,3 +103,27 @@ def test_a_replica_without_labels_is_in_an_update_and_one_without_any_changes_no
     refused = [index for index, one in enumerate(exact) if isinstance(one, str)]
     assert [exact[index] for index in refused] == [exact[6]] and "add up to 0" in exact[6]
     assert exact[5][1] == exact[7][1] != exact[10][1]
+
+
+def numbers(loss: Tensor, parameters: Iterable[nn.Parameter]) -> list[float]:
+    gradients = [one.grad.flatten() for one in parameters if one.grad is not None]
+    return torch.cat([loss.detach().reshape(1), *gradients]).tolist()
+
+
+def uneven(rank: int) -> list[list[float]]:
+    """The loss and gradients of an update whose replicas have five rows and two, and those of a plain program of all rows."""
+    (inputs,), _, targets = MODEL.rows(7, 0)
+    own = slice(0, 5) if rank == 0 else slice(5, 7)
+    with job(adaptra.XOrder(1, staleness=0)) as pipe:
+        pipe.attach(adam(pipe.parameters()))
+        found = numbers(pipe.step(inputs[own], targets[own]), pipe.parameters())
+    model = MODEL.make()
+    of_all = square_loss(model(inputs), targets)
+    of_all.backward()
+    return [found, numbers(of_all, model.parameters())]
+
+
+def test_a_mean_is_over_the_rows_of_all_replicas_in_an_update() -> None:
+    (found, expected), (other, _) = run_processes(uneven, 2)
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    assert other == found
