@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from adaptra.checks import is_real
-from adaptra.errors import OptionError, PipelineError
+from adaptra.errors import OptionError, PipelineError, StateError
 from adaptra.frontend.pipeline.attached_optimizer import refuse_foreign
 from adaptra.frontend.pipeline.grad_scaler import GradScaler
 from adaptra.frontend.pipeline.held_session import HeldSession
 from adaptra.frontend.pipeline.sharded_optimizer import Group, Kind, Sharding, check_kind, groups_of, parameters_in
 from adaptra.frontend.saved.fitting_model import FittingModel
+from adaptra.planning.synchrony.modes import XOrder
 from adaptra.runtime.synchrony.local_steps import LocalSteps
 from adaptra.runtime.worker.ends.x_order import XOrderSteps
 
@@ -220,7 +221,7 @@ class StateMethods(HeldSession):
 
         For jobs with ``Options(synchrony=adaptra.Local(...))`` or ``adaptra.XOrder(...)``, between two steps: before an
         evaluation, or at the end of the training. All ranks of the job call it. In x-order replicas wait until all are there,
-        and take what they lack, with the optimizer's state.
+        and take what they lack, with the optimizer's state. Where each update has all of them, there is nothing to exchange.
 
         Raises:
             OptionError: All replicas are one site, which are equal anyway.
@@ -228,8 +229,12 @@ class StateMethods(HeldSession):
             PipelineError: In x-order no optimizer is attached, or it has not made the last update.
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.
         """
+        session = self._require()
+        if self._is_of_all:
+            session.local.require_running()
+            return
         self._apart("exchange").check_exchange()
-        self._require().local.on_every_rank(lambda worker: worker.exchange(), "exchange")
+        session.local.on_every_rank(lambda worker: worker.exchange(), "exchange")
 
     def defer_nothing(self) -> None:
         """Have the next step take in all microbatches, under ``Options(synchrony=adaptra.Deadline(...))``.
@@ -246,8 +251,8 @@ class StateMethods(HeldSession):
     def updates(self) -> int:
         """The number of updates of the parameters in the whole training, the same on all replicas that have the last one.
 
-        It is the number of steps, but behind some under ``Options(synchrony=adaptra.XOrder(...))``. A learning rate that follows
-        a schedule follows this number there, as a late replica has made fewer steps. It goes on where the mode changes.
+        It is the number of steps, but behind some in ``Options(synchrony=adaptra.XOrder(...))``. A learning rate that follows a
+        schedule follows this number there, as a late replica has made fewer steps. It goes on where the mode changes.
         """
         return self._require().workers[0].updates
 
@@ -288,6 +293,8 @@ class StateMethods(HeldSession):
         logged = session.workers[0].logged
         if logged is None and session.synchrony.log is not None:
             return session.synchrony.log
+        if self._is_of_all:
+            return []
         return (logged or self._apart("exchange_log")).log
 
     def replay(self, log: Sequence[Any]) -> None:
@@ -299,7 +306,20 @@ class StateMethods(HeldSession):
             OptionError: Every update has the gradients of all microbatches.
             StateError: It is no such log. Nothing changes then.
         """
+        if self._is_of_all:
+            if log:
+                raise StateError(
+                    f"replay: a log of {len(log)} updates, where each update has all {self.replicas} replicas: expected the log "
+                    "of such a run, which is empty"
+                )
+            return
         (self._require().workers[0].logged or self._apart("replay")).replay(log)
+
+    @property
+    def _is_of_all(self) -> bool:
+        """Whether updates are in x-order of all replicas, and so exact."""
+        session = self._require()
+        return isinstance(session.local.synchrony, XOrder) and session.workers[0].apart is None
 
     def _apart(self, call: str) -> LocalSteps | XOrderSteps:
         apart = self._require().workers[0].apart

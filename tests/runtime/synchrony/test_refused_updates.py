@@ -14,7 +14,7 @@ from test_x_order import MICROBATCHES, MODEL, adam, bits_of, rows_of
 from training import call, compiled
 
 import adaptra
-from adaptra.errors import AdaptraError
+from adaptra.errors import AdaptraError, StateError
 
 pytestmark = [pytest.mark.processes, pytest.mark.timed]
 
@@ -60,6 +60,8 @@ ROWS_OF: dict[str, str] = {
         "become different; register them on every rank, and let the hook look at pipe.replica"
     ),
 }
+
+OF_ALL = "replay: a log of … updates, where each update has all … replicas: expected the log of such a run, which is empty"
 
 KINDS = {"outer state": "OptionError", "hooks": "OptionError"} | {
     what: "StateError" for what in ROWS_OF if what.startswith("log")
@@ -174,6 +176,16 @@ def alike(rank: int) -> dict[str, Any]:
                 optimizer.step()
                 optimizer.zero_grad()
             found[name] = pipe.updates, bits_of(pipe.named_parameters())
+            if name == "all":
+                pipe.exchange()
+                assert pipe.exchange_log == []
+                pipe.replay([])
+                try:
+                    pipe.replay([{}])
+                except StateError as error:
+                    check_documented("StateError", str(error), OF_ALL)
+                else:
+                    raise AssertionError("a log of such a run is empty")
             if name != "not old":
                 continue
             saved = {name: one.clone() for name, one in pipe.state_dict().items()}
