@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from adaptra.checks import is_real
+from adaptra.checks import is_real, is_whole
 from adaptra.errors import OptionError, PipelineError, StateError
 from adaptra.frontend.pipeline.attached_optimizer import refuse_foreign
 from adaptra.frontend.pipeline.grad_scaler import GradScaler
@@ -257,24 +257,42 @@ class StateMethods(HeldSession):
         return self._require().workers[0].updates
 
     def outer_state_dict(self) -> dict[str, Any]:
-        """Return what a site has beside its :meth:`state_dict` under ``Options(synchrony=adaptra.Local(...))``.
+        """Return what a site has beside its :meth:`state_dict` where sites update by themselves.
 
-        It is this rank's: its parameters as they are, those after the last exchange, the outer optimizer's momentum, and
-        numbers. Every rank saves it in a file of its own. The tensors are no copies.
+        Under ``Options(synchrony=adaptra.XOrder(...))`` these are the numbers of this replica's steps and of updates, after
+        :meth:`exchange`. Under ``adaptra.Local(...)`` it is this rank's: its parameters as they are, those after the last
+        exchange, the outer optimizer's momentum, and numbers. Every rank saves it in a file of its own. The tensors are no
+        copies.
 
         Raises:
             OptionError: All replicas are one site.
+            StateError: Replicas in x-order may be at different updates.
         """
-        return self._local_steps("outer_state_dict").state()
+        apart = None if self._is_of_all else self._apart("outer_state_dict")
+        if isinstance(apart, LocalSteps):
+            return apart.state()
+        if apart is not None:
+            apart.require_equal("outer_state_dict")
+        return {"steps": self._require().training_step, "updates": self.updates}
 
     def load_outer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from this rank's :meth:`outer_state_dict`, after :meth:`load_state_dict`, which makes sites equal.
 
         Raises:
             OptionError: All replicas are one site.
-            StateError: It is of other stages or parameters. Nothing changes then.
+            StateError: It is of other stages or parameters, or of another mode. Nothing changes then.
         """
-        self._local_steps("load_outer_state_dict").load(state)
+        apart = None if self._is_of_all else self._apart("load_outer_state_dict")
+        if isinstance(apart, LocalSteps):
+            apart.load(state)
+            return
+        numbers: Any = state
+        has_both = isinstance(numbers, Mapping) and {*numbers} == {"steps", "updates"}
+        if not has_both or not all(is_whole(one) and one >= 0 for one in numbers.values()):
+            raise StateError(
+                f"outer state: {state!r:.60}: expected that of pipe.outer_state_dict() in x-order, which has steps and updates"
+            )
+        self._require().go_on_at(numbers["steps"], numbers["updates"])
 
     @property
     def exchange_log(self) -> list[dict[str, Any]]:
@@ -309,8 +327,8 @@ class StateMethods(HeldSession):
         if self._is_of_all:
             if log:
                 raise StateError(
-                    f"replay: a log of {len(log)} updates, where each update has all {self.replicas} replicas: expected the log "
-                    "of such a run, which is empty"
+                    f"replay: a log of {len(log)} updates, where each update has all {self.replicas} replicas: expected the "
+                    "log of such a run, which is empty"
                 )
             return
         (self._require().workers[0].logged or self._apart("replay")).replay(log)
@@ -325,15 +343,6 @@ class StateMethods(HeldSession):
         apart = self._require().workers[0].apart
         if apart is None:
             raise OptionError(f"{call}: all replicas are one site: expected Options(synchrony=adaptra.Local(...)), or XOrder")
-        return apart
-
-    def _local_steps(self, call: str) -> LocalSteps:
-        apart = self._apart(call)
-        if not isinstance(apart, LocalSteps):
-            raise OptionError(
-                f"{call}: replicas in x-order have no outer optimizer: expected pipe.exchange(), pipe.state_dict() and "
-                "optimizer.state_dict(), which are all that there is"
-            )
         return apart
 
     def take(self, fitting: FittingModel) -> None:

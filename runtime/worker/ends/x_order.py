@@ -26,6 +26,7 @@ from torch.distributed import Store
 
 from adaptra.collectives.late_ranks import SumChoice
 from adaptra.collectives.rounds import ALGORITHMS
+from adaptra.errors import StateError
 from adaptra.planning.synchrony.modes import XOrder
 from adaptra.planning.synchrony.noise_scale import TermNorms
 from adaptra.runtime.control_store.signed_store import under
@@ -214,6 +215,15 @@ class XOrderSteps:
         self._reports.have(update.number)
         return update
 
+    def require_equal(self, call: str) -> None:
+        """Refuse a call unless all replicas have the same state.
+
+        Raises:
+            StateError: This one has made updates since the last exchange of all.
+        """
+        if self.last is not None and not all(vote.is_last for vote in self.last.ballot.votes):
+            raise StateError(f"{call}: replicas may be at different updates: expected pipe.exchange() on all ranks before")
+
     def check_exchange(self) -> None:
         """Refuse an exchange of all at a point where the log that is replayed has none.
 
@@ -236,7 +246,7 @@ class XOrderSteps:
         Args:
             check: Raises the error that has ended this rank's waits, if there is one.
         """
-        self.updates, self._exchanges, self._began = 0, 0, None
+        self.updates, self._exchanges, self.last, self._began = 0, 0, None, None
         self._reports.restart(check)
         self._optimizer.restart(check)
 

@@ -33,9 +33,9 @@ ROWS_OF: dict[str, str] = {
         "attach: another optimizer has made updates, and replicas are at different ones: expected one optimizer for all, or "
         "pipe.load_state_dict() on all ranks before"
     ),
-    "outer state": (
-        "…: replicas in x-order have no outer optimizer: expected pipe.exchange(), pipe.state_dict() and "
-        "optimizer.state_dict(), which are all that there is"
+    "state too early": "…: replicas may be at different updates: expected pipe.exchange() on all ranks before",
+    "state of another mode": (
+        "outer state: …: expected that of pipe.outer_state_dict() in x-order, which has steps and updates"
     ),
     "schedule": (
         "optimizer.step(): update … has other settings on another replica: …: expected the same on all; what follows a "
@@ -63,9 +63,7 @@ ROWS_OF: dict[str, str] = {
 
 OF_ALL = "replay: a log of … updates, where each update has all … replicas: expected the log of such a run, which is empty"
 
-KINDS = {"outer state": "OptionError", "hooks": "OptionError"} | {
-    what: "StateError" for what in ROWS_OF if what.startswith("log")
-}
+KINDS = {"hooks": "OptionError"} | {what: "StateError" for what in ROWS_OF if what.startswith(("log", "state"))}
 
 
 def in_order(**options: Any) -> Any:
@@ -92,10 +90,12 @@ def refused(rank: int) -> dict[str, Any]:
     with in_order() as pipe:
         optimizer = adam(pipe.parameters())
         pipe.attach(optimizer)
-        note("outer state", pipe.outer_state_dict)
+        for state in ({"steps": 3}, {"steps": 3, "updates": -1}, {"steps": 3, "stages": {}}, None):
+            note("state of another mode", lambda state=state: pipe.load_outer_state_dict(state))  # type: ignore[arg-type]
         note("no step", optimizer.step)
         step(pipe)
         note("exchange", pipe.exchange)
+        note("state too early", pipe.outer_state_dict)
         note("another optimizer", lambda: pipe.attach(adam(pipe.parameters())))
         note("two steps", lambda: step(pipe, 1))
     with in_order() as pipe:

@@ -127,3 +127,39 @@ def test_a_mean_is_over_the_rows_of_all_replicas_in_an_update() -> None:
     (found, expected), (other, _) = run_processes(uneven, 2)
     assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
     assert other == found
+
+
+DROPS = replace(MODEL, build=lambda: nn.Sequential(MODEL.build(), nn.Dropout(0.5)))
+
+
+def saved_after(rank: int) -> list[Any]:
+    """What six steps make, and three with three more of a new pipeline that goes on from a checkpoint."""
+    found: list[Any] = []
+    for stretches in ((range(6),), (range(3), range(3, 6))):
+        saved: Any = None
+        last: tuple[int, dict[str, bytes]] = 0, {}
+        for steps in stretches:
+            with job(adaptra.XOrder(1, staleness=0), DROPS) as pipe:
+                optimizer = adam(pipe.parameters())
+                pipe.attach(optimizer)
+                if saved is not None:
+                    pipe.load_state_dict(saved[0])
+                    optimizer.load_state_dict(saved[1])
+                    pipe.load_outer_state_dict(saved[2])
+                    assert pipe.updates == steps[0]
+                for number in steps:
+                    args, kwargs = call(rows_of(rank, number))
+                    pipe.step(*args, **kwargs)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                pipe.exchange()
+                saved = pipe.state_dict(), optimizer.state_dict(), pipe.outer_state_dict()
+                last = pipe.updates, bits_of(pipe.named_parameters())
+        found.append((*last, saved[2]))
+    return found
+
+
+def test_a_training_in_x_order_goes_on_from_a_checkpoint_with_the_same_bits() -> None:
+    (whole, resumed), (_, other) = run_processes(saved_after, 2)
+    assert whole == resumed == other
+    assert whole[0] == 6 and whole[2] == {"steps": 6, "updates": 6}
