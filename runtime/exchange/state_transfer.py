@@ -26,6 +26,9 @@ GRADIENT: Final = "gradient"
 VALUE: Final = "value"
 STATE: Final = "state/"
 
+_NAMED: Final = 3
+"""How many parameters an error names."""
+
 _NOT_FINITE: Final = ("inf", "-inf", "nan")  # JSON has no numbers for these
 
 
@@ -126,6 +129,22 @@ def check_movable(held: Handover) -> None:
                 f"{part} of {name} can't move to another rank: {reason}: expected a plain dense tensor on a CPU or a GPU whose "
                 "elements are whole bytes, each in a place of its own"
             )
+
+
+def require_all_stepped(call: str, parameters: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer of some of the parameters, where other replicas go on with the state of one.
+
+    Raises:
+        StateError: It lacks some; names the first ones.
+    """
+    stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    lacking = [name for name, one in parameters.items() if id(one) not in stepped]
+    if lacking:
+        more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+        raise StateError(
+            f"{call}: the optimizer lacks {', '.join(lacking[:_NAMED])}{more}: expected a single one of all trainable "
+            "parameters, as other replicas go on with its state"
+        )
 
 
 def exchange(leaving: Mapping[int, Handover], senders: Sequence[int], group: ProcessGroup) -> Handover:

@@ -15,7 +15,7 @@ from adaptra.errors import PipelineError
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.control_store.stores import Connection
 from adaptra.runtime.data_parallel.sites import Sites
-from adaptra.runtime.exchange.state_transfer import Handover
+from adaptra.runtime.exchange.state_transfer import Handover, require_all_stepped
 from adaptra.runtime.synchrony.served_state import ServedState
 from adaptra.runtime.synchrony.update_reports import Update
 
@@ -46,10 +46,12 @@ class UpdatedState:
         """Follow the steps of an optimizer, in place of the one before.
 
         Raises:
+            StateError: It lacks parameters. Replicas would differ in these, if another optimizer steps them.
             PipelineError: Another one has made updates.
         """
         if optimizer is self._optimizer:
             return
+        require_all_stepped("attach", self._parameters, optimizer)
         if self._has_begun:
             raise PipelineError(
                 "attach: another optimizer has made updates, and replicas are at different ones: expected one optimizer for "

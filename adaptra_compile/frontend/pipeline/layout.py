@@ -59,7 +59,8 @@ class LayoutMethods(StateMethods):
             optimizer: A torch optimizer of this process's :meth:`parameters`.
 
         Raises:
-            StateError: The optimizer has parameters that are not this pipeline's.
+            StateError: The optimizer has parameters that are not this pipeline's. Or it lacks some in x-order, where another
+                one's state would not go to late replicas.
             PipelineError: In x-order another one has made updates.
         """
         self.require_own(optimizer)

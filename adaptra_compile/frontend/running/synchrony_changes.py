@@ -24,7 +24,16 @@ from adaptra.planning.synchrony.modes import Apart, Local, WithinStep
 from adaptra.planning.synchrony.regime import Regime
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.control_store.digest_tree import children_of, parent_of
-from adaptra.runtime.exchange.state_transfer import STATE, Handover, check_movable, gather_state, receive, send, set_state
+from adaptra.runtime.exchange.state_transfer import (
+    STATE,
+    Handover,
+    check_movable,
+    gather_state,
+    receive,
+    require_all_stepped,
+    send,
+    set_state,
+)
 from adaptra.runtime.launch.agreement import agree_here
 from adaptra.runtime.launch.launch import sites_of
 from adaptra.runtime.options.stage_options import Synchrony, check_synchrony
@@ -131,14 +140,9 @@ class SynchronyChanges:
                 f"{call}: this pipeline has a sharded optimizer, of which sites would lack a part: expected one that has all "
                 "parameters of its rank"
             )
-        stepped = {id(one) for group in optimizer.param_groups for one in group["params"]}
         for worker in local.workers:
+            require_all_stepped(call, worker.trainable, optimizer)
             for name, parameter in worker.trainable.items():
-                if id(parameter) not in stepped:
-                    raise StateError(
-                        f"{call}: {name} is in no group of the optimizer: expected a single one of all parameters, as all "
-                        "sites go on with the state of the first one's"
-                    )
                 if parameter.grad is not None and bool(parameter.grad.count_nonzero()):
                     raise StateError(
                         f"{call}: {name} has a gradient: expected optimizer.step() and optimizer.zero_grad() before it, as a "

@@ -275,8 +275,7 @@ ON_ALL = {
         "its rank"
     ),
     "part": (
-        "…: … is in no group of the optimizer: expected a single one of all parameters, as all sites go on with the state of "
-        "the first one's"
+        "…: the optimizer lacks …: expected a single one of all trainable parameters, as other replicas go on with its state"
     ),
 }
 """What a change is refused by, with … for whatever differs."""

@@ -19,6 +19,9 @@ from adaptra.errors import AdaptraError, StateError
 pytestmark = [pytest.mark.processes, pytest.mark.timed]
 
 ROWS_OF: dict[str, str] = {
+    "part": (
+        "…: the optimizer lacks …: expected a single one of all trainable parameters, as other replicas go on with its state"
+    ),
     "no optimizer": "…: no optimizer: expected pipe.attach(optimizer) before the first step",
     "two steps": (
         "…: the optimizer has not made update …: expected one optimizer.step() after each pipe.step(), as other replicas "
@@ -63,7 +66,7 @@ ROWS_OF: dict[str, str] = {
 
 OF_ALL = "replay: a log of … updates, where each update has all … replicas: expected the log of such a run, which is empty"
 
-KINDS = {"hooks": "OptionError"} | {what: "StateError" for what in ROWS_OF if what.startswith(("log", "state"))}
+KINDS = {"hooks": "OptionError"} | {what: "StateError" for what in ROWS_OF if what.startswith(("log", "part", "state"))}
 
 
 def in_order(**options: Any) -> Any:
@@ -86,6 +89,7 @@ def refused(rank: int) -> dict[str, Any]:
             found[what] = str(error)
 
     with in_order() as pipe:
+        note("part", lambda: pipe.attach(torch.optim.SGD([*pipe.parameters()][:2], lr=0.1)))
         note("no optimizer", lambda: step(pipe))
     with in_order() as pipe:
         optimizer = adam(pipe.parameters())
@@ -156,6 +160,7 @@ def test_what_can_not_be_done_in_x_order_is_refused_in_words() -> None:
         kind = KINDS.get(what, "PipelineError")
         for text in texts:  # or another replica's error has it
             check_documented(kind, text.partition(f"{kind}: ")[2] or text, row)
+    assert all("lacks 2.weight, 2.bias, 4.weight and 1 more: " in one["part"] for one in ranks)
     assert "group 0: lr=0.2 here, 0.1 there" in ranks[1]["schedule"] and "schedule" not in ranks[0]
 
 
