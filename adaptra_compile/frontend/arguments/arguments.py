@@ -17,7 +17,7 @@ from adaptra.frontend.arguments.mesh import describe_mesh, roles_of
 from adaptra.frontend.arguments.placing import STRAIGHT, Placement, placed_on
 from adaptra.frontend.arguments.wrapped_models import refuse_wrapped
 from adaptra.graph.inner_compiler import EAGER, check_inner
-from adaptra.planning.synchrony.modes import Deadline, Stealing
+from adaptra.planning.synchrony.modes import Deadline, Stealing, XOrder
 from adaptra.program import Program
 from adaptra.program.roles import Roles
 from adaptra.runtime.injection.faults import Fault
@@ -282,6 +282,22 @@ def check_synchronised(mode: Synchrony, options: Options, *, with_loss: bool) ->
     for what, (holds, expected) in reasons.items():
         if holds:
             raise OptionError(f"synchrony={mode} with {what}: expected {expected}")
+
+
+def refuse_scaler(call: str, mode: Synchrony, sites: int) -> None:
+    """Refuse an enabled gradient scaler where replicas update by themselves in x-order.
+
+    Each replica's scaler would grow and leave out steps by the number of its own steps. Sums would have terms of different
+    scales, and a step that is left out would be missing in an update of others.
+
+    Raises:
+        OptionError: The mode is one of these.
+    """
+    if isinstance(mode, XOrder) and sites > 1:
+        raise OptionError(
+            f"{call}: a gradient scaler under Options(synchrony={mode!r}): expected none, or one with enabled=False, as each "
+            "replica's would scale by the number of its own steps; bfloat16 needs none"
+        )
 
 
 def _is_list(model: object) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from adaptra.checks import is_real, is_whole
 from adaptra.errors import OptionError, PipelineError, StateError
+from adaptra.frontend.arguments.arguments import refuse_scaler
 from adaptra.frontend.pipeline.attached_optimizer import refuse_foreign
 from adaptra.frontend.pipeline.grad_scaler import GradScaler
 from adaptra.frontend.pipeline.held_session import HeldSession
@@ -151,9 +152,12 @@ class StateMethods(HeldSession):
             init_scale, growth_factor, backoff_factor, growth_interval, enabled: As for torch's GradScaler.
 
         Raises:
+            OptionError: Replicas update by themselves in x-order.
             PipelineError: The pipeline has a scaler already, or is not compiled yet.
         """
         session = self._require()
+        if enabled:
+            refuse_scaler("grad_scaler", session.local.synchrony, session.launched.world.sites)
         if self._scaler is not None:
             raise PipelineError("this pipeline has a grad_scaler already: expected one, which all optimizers share")
         self._scaler = GradScaler(

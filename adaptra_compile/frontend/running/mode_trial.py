@@ -132,7 +132,7 @@ class ModeTrial:
         def ready() -> tuple[None, Consent]:
             check()
             for mode in allow:
-                self._changes.following(mode)
+                self._changes.following(mode, loop.scaler, self._call)
             alike = ("allow", repr([*allow])), ("number of rounds", str(rounds)), ("number of batches", str(len(loop.batches)))
             return None, Consent(alike=alike)
 

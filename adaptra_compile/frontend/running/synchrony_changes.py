@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from adaptra.errors import OptionError, StateError
-from adaptra.frontend.arguments.arguments import check_synchronised
+from adaptra.frontend.arguments.arguments import check_synchronised, refuse_scaler
 from adaptra.frontend.planned.open_tails import check_within_step
 from adaptra.frontend.planned.site_memory import require_site_memory
 from adaptra.frontend.planned.stage_planning import PipelineSpec, PlannedPipeline
@@ -86,7 +86,7 @@ class SynchronyChanges:
 
         def ready() -> tuple[tuple[World, PlannedPipeline], Consent]:
             refuse_autocast(call)
-            following = self.following(mode)
+            following = self.following(mode, scaler, call)
             planned = self._spec.under(mode).within(following).planned(local.compiled)
             if isinstance(mode, WithinStep):
                 check_within_step(mode, planned, following, in_order=launched.in_order)
@@ -117,8 +117,13 @@ class SynchronyChanges:
         self.last = f"from {mode_text(before)} to {mode_text(mode)} before step {step}, in {time.monotonic() - began:.2f} s"
         local.workers[0].controller.recorder.emit_now(EventKind.MODE, self.last)
 
-    def following(self, mode: Synchrony) -> World:
+    def following(self, mode: Synchrony, scaler: torch.amp.GradScaler | None = None, call: str = "") -> World:
         """Return the world of a mode.
+
+        Args:
+            mode: The mode.
+            scaler: Scales gradients; None if none does.
+            call: The method of the pipeline that the user has called.
 
         Raises:
             OptionError: The job can't have it; says why.
@@ -126,7 +131,10 @@ class SynchronyChanges:
         check_synchrony(mode)
         world = self._local.launched.world
         check_synchronised(mode, self._spec.options, with_loss=self._local.compiled.with_loss)
-        return world.followed_by(sites=sites_of(world, mode if isinstance(mode, Apart) else None))
+        sites = sites_of(world, mode if isinstance(mode, Apart) else None)
+        if scaler is not None and scaler.is_enabled():
+            refuse_scaler(call, mode, sites)
+        return world.followed_by(sites=sites)
 
     def _check(self, call: str, optimizer: torch.optim.Optimizer) -> None:
         """Refuse a change in this process's state.

@@ -161,6 +161,9 @@ class XOrderSteps:
             PipelineError: A replica has left that alone had the last update.
             PeerLostError: A replica is lost.
         """
+        assert contribution.loss_scale == 1.0, (
+            "a gradient scaler is refused, as terms of an update would be of different scales"
+        )
         losses, is_weighted = contribution.losses, self._reduction is Reduction.WEIGHTED
         weight = total_weight(losses) if is_weighted else float(sum(contribution.rows))
         assert self._began is not None, "a step has begun"

@@ -22,6 +22,18 @@ ROWS_OF: dict[str, str] = {
     "part": (
         "…: the optimizer lacks …: expected a single one of all trainable parameters, as other replicas go on with its state"
     ),
+    "scaler": (
+        "…: a gradient scaler under Options(synchrony=XOrder(…)): expected none, or one with enabled=False, as each replica's "
+        "would scale by the number of its own steps; bfloat16 needs none"
+    ),
+    "taken with a scaler": (
+        "…: a gradient scaler under Options(synchrony=XOrder(…)): expected none, or one with enabled=False, as each replica's "
+        "would scale by the number of its own steps; bfloat16 needs none"
+    ),
+    "tried with a scaler": (
+        "…: a gradient scaler under Options(synchrony=XOrder(…)): expected none, or one with enabled=False, as each replica's "
+        "would scale by the number of its own steps; bfloat16 needs none"
+    ),
     "no optimizer": "…: no optimizer: expected pipe.attach(optimizer) before the first step",
     "two steps": (
         "…: the optimizer has not made update …: expected one optimizer.step() after each pipe.step(), as other replicas "
@@ -66,7 +78,7 @@ ROWS_OF: dict[str, str] = {
 
 OF_ALL = "replay: a log of … updates, where each update has all … replicas: expected the log of such a run, which is empty"
 
-KINDS = {"hooks": "OptionError"} | {what: "StateError" for what in ROWS_OF if what.startswith(("log", "part", "state"))}
+KINDS = dict.fromkeys(("hooks", "scaler", "taken with a scaler", "tried with a scaler"), "OptionError") | {what: "StateError" for what in ROWS_OF if what.startswith(("log", "part", "state"))}
 
 
 def in_order(**options: Any) -> Any:
@@ -88,7 +100,22 @@ def refused(rank: int) -> dict[str, Any]:
         except AdaptraError as error:
             found[what] = str(error)
 
+    with compiled(MODEL, rows_of(0, 0), stages=1, microbatches=MICROBATCHES, options=adaptra.Options()) as pipe:
+        optimizer = adam(pipe.parameters())
+        pipe.attach(optimizer)
+        scaler, order = pipe.grad_scaler(init_scale=2.0**127, growth_interval=2), adaptra.XOrder(1)
+        note("taken with a scaler", lambda: pipe.take_synchrony(order))
+        batches = [args for args, _ in (call(rows_of(pipe.replica, number)) for number in range(2))]
+        note("tried with a scaler", lambda: pipe.settle_synchrony(batches, allow=[order], rounds=3))
+        for number in range(2):  # as before
+            step(pipe, number)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        pipe.take_synchrony(adaptra.XOrder(2))  # which is exact
     with in_order() as pipe:
+        note("scaler", pipe.grad_scaler)
+        assert not pipe.grad_scaler(enabled=False).is_enabled()
         note("part", lambda: pipe.attach(torch.optim.SGD([*pipe.parameters()][:2], lr=0.1)))
         note("no optimizer", lambda: step(pipe))
     with in_order() as pipe:
