@@ -1,7 +1,10 @@
 """The parameters and optimizer state of a rank after an update, kept for replicas that have missed it until the next one.
 
-A replica that was in an update is its source for those that were not. It may be in the midst of a step when they ask. Its
-parameters stay what they are until its optimizer's next step, so a thread hands them over.
+A replica that was in an update is its source for those that were not. It may be in the midst of a step when they ask, so a
+thread hands the state over. From the begin of a step to its optimizer's step nothing changes it. Between two steps the user's
+loop may: it clamps weights, or swaps averaged ones in for an evaluation. No counter of changes would tell, as writes to
+``parameter.data`` are not counted. A copy of each update would cost as much as the model. So who asks between two steps waits
+for the next one to begin.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ _LEFT: Final = "left"
 
 
 class ServedState:
-    """One rank's state, as it is between two steps of its optimizer. The thread that runs the steps uses it.
+    """One rank's state, as it is when a step begins. The thread that runs the steps uses it.
 
     It begins as the state before the first update.
 
@@ -68,7 +71,7 @@ class ServedState:
         self._thread.start()
 
     def keep(self) -> None:
-        """Hand the state over from now on, as it is what it was to become."""
+        """Hand the state over from now on. It stays what it is until :meth:`change`."""
         with self._changed:
             if self._device.type == "cuda":
                 self._computed = recorded(torch.cuda.current_stream(self._device))

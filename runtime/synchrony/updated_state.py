@@ -72,7 +72,7 @@ class UpdatedState:
         self._begin()
 
     def require_step(self, call: str) -> None:
-        """Refuse a call before the optimizer has made the last update.
+        """Refuse a call before the optimizer has made the last update. Replicas that lack the state are given it from now on.
 
         Raises:
             PipelineError: It has not, or there is none.
@@ -84,6 +84,12 @@ class UpdatedState:
                 f"{call}: the optimizer has not made update {self._due.number}: expected one optimizer.step() after each "
                 "pipe.step(), as other replicas make it"
             )
+        self.hand_over()
+
+    def hand_over(self) -> None:
+        """Give the state to replicas that lack it from now on, unless the optimizer is to make an update before."""
+        if self._served is not None and self._due is None:
+            self._served.keep()
 
     def take(self, source: int, update: int) -> Handover:
         """Return the state of another replica after an update; raises as :meth:`.served_state.ServedState.take`."""
@@ -99,10 +105,8 @@ class UpdatedState:
         self._due, self._has_begun = update, True
 
     def keep(self) -> None:
-        """Record that the state is that after the update."""
-        assert self._served is not None, "an optimizer is attached"
+        """Record that the update is made. The user's loop may change the state until :meth:`require_step`."""
         self._due = None
-        self._served.keep()
 
     def close(self) -> None:
         """Follow no more steps. The optimizer can be used without the pipeline then."""
@@ -118,7 +122,6 @@ class UpdatedState:
             self._served.close()
         store = under(f"round {self._rounds}", self._store)
         self._served = ServedState(self._parameters, self._optimizer, self._sites, store, self._check)
-        self._served.keep()
 
     def _remove_hooks(self) -> None:
         for handle in self._handles:

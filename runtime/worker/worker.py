@@ -260,6 +260,11 @@ class Worker:
         if self._parts.order is not None:
             self._parts.order.attach(optimizer)
 
+    def hand_over(self) -> None:
+        """Give replicas what they lack of updates, as those that all wait for can't go on without it."""
+        if self._parts.order is not None:
+            self._parts.order.hand_over()
+
     def align_copies(self) -> None:
         """Replace copies of values by the first holder's; all ranks call it."""
         self.values.align_copies()

@@ -305,6 +305,8 @@ class LocalWorkers:
 
         try:
             self.require_nothing_deferred(call)
+            for worker in self.workers:
+                worker.hand_over()
             result, consent = ready()
         except Exception as error:
             meet(Consent.refused(error))

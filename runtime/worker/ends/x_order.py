@@ -128,6 +128,10 @@ class XOrderSteps:
         """Take the state of this optimizer to replicas that lack an update, and look at its steps."""
         self._optimizer.attach(optimizer)
 
+    def hand_over(self) -> None:
+        """Give the state after the last update to replicas that lack it, in a call in which all replicas meet."""
+        self._optimizer.hand_over()
+
     def begin(self) -> None:
         """Begin a step.
 

@@ -192,3 +192,52 @@ def test_a_log_gives_the_same_bits(ranks: list[dict[str, Any]], name: str) -> No
         assert first["bits"] == again["bits"]
         assert first["equal"] == again["equal"] and first["moments"] == again["moments"]
         assert first["log"] == again["log"]
+
+
+def change_after_updates(rank: int, end: str) -> tuple[list[Any], dict[int, Any], dict[int, Any]]:
+    """A log, and parameters at the begin and the end of updates, after which a loop changes them.
+
+    It halves them after each, and swaps others in for a while. The late replica asks meanwhile. The other one calls next
+    a step, or something in which all replicas meet.
+    """
+    begun: dict[int, Any] = {}
+    ended: dict[int, Any] = {}
+    options = adaptra.Options(synchrony=adaptra.XOrder(1))
+    with compiled(MODEL, rows_of(0, 0), stages=1, microbatches=MICROBATCHES, options=options) as pipe:
+        optimizer = adam(pipe.parameters())
+        pipe.attach(optimizer)
+        for step in range(3 if end == "step" and not rank else 2):
+            time.sleep(1.0 if rank and step else 0.0)  # in which the other one is in the midst of the swap
+            args, kwargs = call(rows_of(rank, step))
+            pipe.step(*args, **kwargs)
+            begun[pipe.updates] = bits_of(pipe.named_parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+            kept = [one.detach().clone() for one in pipe.parameters()]
+            if not rank and step:
+                for one in pipe.parameters():
+                    one.data.zero_()  # which torch doesn't count as a change
+                time.sleep(2.0)
+            for one, value in zip(pipe.parameters(), kept, strict=True):
+                one.data.copy_(value / 2)
+            ended[pipe.updates] = bits_of(pipe.named_parameters())
+        log = [*pipe.exchange_log]
+        if end == "load":
+            pipe.load_state_dict({name: one.clone() for name, one in pipe.state_dict().items()})
+        else:
+            pipe.exchange()
+            begun[pipe.updates] = bits_of(pipe.named_parameters())
+    return log, begun, ended
+
+
+def change_both_ways(rank: int) -> dict[str, Any]:
+    return {end: change_after_updates(rank, end) for end in ("step", "load")}
+
+
+def test_a_replica_takes_what_the_loop_of_its_source_has_made_of_the_parameters() -> None:
+    ranks = run_processes(change_both_ways, 2)
+    for end in ranks[0]:
+        (log, *_), ended = ranks[1][end], ranks[0][end][2] | ranks[1][end][2]
+        assert log[1]["source"] == 0 and log[1]["number"] == 3, "it has asked after update 2"
+        for rank in ranks:
+            assert all(bits == ended[number - 1] for number, bits in rank[end][1].items() if number > 1)
