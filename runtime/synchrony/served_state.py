@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DistError, Store
 
-from adaptra.errors import AdaptraError, PipelineError
+from adaptra.errors import AdaptraError, PipelineError, StateError
 from adaptra.runtime.control_store.stores import Connection
 from adaptra.runtime.data_parallel.sites import Sites
 from adaptra.runtime.devices.events import recorded
@@ -31,6 +31,8 @@ _ASK_SECONDS: Final = 0.005
 _ANSWER: Final = "answer"
 _HERE: Final = "here"
 _LEFT: Final = "left"
+_UNMOVABLE: Final = "unmovable: "
+"""Begins an answer that says why the state can't be handed over."""
 
 
 class ServedState:
@@ -78,6 +80,14 @@ class ServedState:
             self._is_there = True
             self._changed.notify()
 
+    def require_movable(self) -> None:
+        """Refuse a state that can't be handed over.
+
+        Raises:
+            StateError: Names what can't move, and why.
+        """
+        self._movable()
+
     def change(self, update: int) -> None:
         """Hand nothing over until :meth:`keep`, as the state is to become that after this update.
 
@@ -99,6 +109,7 @@ class ServedState:
 
         Raises:
             PipelineError: That replica has left.
+            StateError: Its state can't move; says why.
             PeerLostError: That replica is lost.
         """
         own, slot, told = str(self._sites.index), "", ""
@@ -111,11 +122,14 @@ class ServedState:
         while told == own and not self._store.check([answer]):
             self._check()
             time.sleep(_ASK_SECONDS)
-        if told == _LEFT or self._store.get(answer).decode() == _LEFT:
+        answered = told if told == _LEFT else self._store.get(answer).decode()
+        if answered == _LEFT:
             raise PipelineError(
                 f"replica {source} has left with update {update}, which replica {own} lacks: expected pipe.exchange() on all "
                 "ranks before the first of them closes its pipeline"
             )
+        if answered != _HERE:
+            raise StateError(f"replica {source} has update {update}, which replica {own} lacks: {answered}")
         return self._sites.everyone.aside(lambda group: receive(source, group))
 
     def replace_by(self, taken: Handover) -> None:
@@ -150,14 +164,23 @@ class ServedState:
     def _answer(self, replica: int) -> None:
         """Hand the state over to the replica that has asked for it, or tell it that it will never be there."""
         self._asked.append(self._slot)
-        self._store.set(f"{self._asked[-1]}/{_ANSWER}", _HERE if self._is_there else _LEFT)
+        answer, held = _LEFT, None
         if self._is_there:
             if self._computed is not None:
                 self._computed.synchronize()
-            # Another thread must not look at ``grad``: the user's loop removes it meanwhile, which ends the process.
-            held = gather_state(self._parameters, self._optimizer, gradients=False)
-            check_movable(held)
+            try:
+                answer, held = _HERE, self._movable()
+            except StateError as error:  # which the other replica is to raise, as it would wait for ever
+                answer = f"{_UNMOVABLE}{error}"
+        self._store.set(f"{self._asked[-1]}/{_ANSWER}", answer)
+        if held is not None:
             self._sites.everyone.aside(lambda group: send(held, replica, group)())
+
+    def _movable(self) -> Handover:
+        # Another thread must not look at ``grad``: the user's loop removes it meanwhile, which ends the process.
+        held = gather_state(self._parameters, self._optimizer, gradients=False)
+        check_movable(held)
+        return held
 
     @property
     def _slot(self) -> str:

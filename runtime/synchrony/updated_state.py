@@ -40,7 +40,7 @@ class UpdatedState:
         self._handles: list[RemovableHandle] = []
         self._served: ServedState | None = None
         self._due: Update | None = None
-        self._has_begun = False
+        self._last = 0  # the number of the last update, which may be due
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         """Follow the steps of an optimizer, in place of the one before.
@@ -52,7 +52,7 @@ class UpdatedState:
         if optimizer is self._optimizer:
             return
         require_all_stepped("attach", self._parameters, optimizer)
-        if self._has_begun:
+        if self._last:
             raise PipelineError(
                 "attach: another optimizer has made updates, and replicas are at different ones: expected one optimizer for "
                 "all, or pipe.load_state_dict() on all ranks before"
@@ -68,7 +68,7 @@ class UpdatedState:
     def restart(self, check: Callable[[], None]) -> None:
         """Begin again at update 1."""
         self._rounds += 1
-        self._check, self._due, self._has_begun = check, None, False
+        self._check, self._due, self._last = check, None, 0
         self._begin()
 
     def require_step(self, call: str) -> None:
@@ -102,7 +102,7 @@ class UpdatedState:
         self._served.change(update.number)
         if taken is not None:
             self._served.replace_by(taken)
-        self._due, self._has_begun = update, True
+        self._due, self._last = update, update.number
 
     def keep(self) -> None:
         """Record that the update is made. The user's loop may change the state until :meth:`require_step`."""
@@ -162,4 +162,12 @@ class UpdatedState:
             self._settings.delete_key(f"{key}/seen")
 
     def _after_step(self, *_: Any) -> None:
+        """Record that the update is made.
+
+        Raises:
+            StateError: It was the first one, and the optimizer now has a state that can't be handed over.
+        """
+        assert self._served is not None, "an optimizer is attached"
         self.keep()
+        if self._last == 1:  # so that it is known before a replica needs it
+            self._served.require_movable()

@@ -60,6 +60,8 @@ ROWS_OF: dict[str, str] = {
         "replica … has left with update …, which replica … lacks: expected pipe.exchange() on all ranks before the first of "
         "them closes its pipeline"
     ),
+    "state": "optimizer …: its state … of … is a …: expected tensors and numbers alone, which can move to another rank",
+    "state later": "replica … has update …, which replica … lacks: unmovable: …",
     "log": "… with … updates to come: the log that is replayed has none there",
     "log of others": "replay: update … of the log has replicas …: expected the log of replica … of …",
     "log of another point": (
@@ -78,7 +80,24 @@ ROWS_OF: dict[str, str] = {
 
 OF_ALL = "replay: a log of … updates, where each update has all … replicas: expected the log of such a run, which is empty"
 
-KINDS = dict.fromkeys(("hooks", "scaler", "taken with a scaler", "tried with a scaler"), "OptionError") | {what: "StateError" for what in ROWS_OF if what.startswith(("log", "part", "state"))}
+KINDS = {
+    **dict.fromkeys(("hooks", "scaler", "taken with a scaler", "tried with a scaler"), "OptionError"),
+    **{what: "StateError" for what in ROWS_OF if what.startswith(("log", "part", "state"))},
+}
+
+
+class History(torch.optim.SGD):
+    """Keeps a list of each parameter from some step on."""
+
+    def __init__(self, parameters: Any, first: int) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.left = first
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.left -= 1
+        for one in self.param_groups[0]["params"] if self.left <= 0 else ():
+            self.state[one]["history"] = [1.0]
 
 
 def in_order(**options: Any) -> Any:
@@ -155,6 +174,23 @@ def refused(rank: int) -> dict[str, Any]:
         if rank == 0:
             time.sleep(2.0)
             note("gone", lacks)
+    with in_order() as pipe:
+        optimizer = History(pipe.parameters(), first=1)
+        pipe.attach(optimizer)
+        step(pipe)
+        note("state", optimizer.step)
+    with in_order() as pipe:
+        optimizer = History(pipe.parameters(), first=2)
+        pipe.attach(optimizer)
+
+        def train(late: float, steps: int) -> None:
+            for number in range(steps):
+                time.sleep(late * number)
+                step(pipe, number)
+                optimizer.step()
+
+        # Of the other replica it is chance whether it hears of the error in a step or as it waits for all.
+        note("state later" if rank else "other's", lambda: (train(1.0 * rank, 3 - rank), pipe.exchange()))
     with in_order() as pipe:
         optimizer = adam(pipe.parameters())
         pipe.attach(optimizer)
