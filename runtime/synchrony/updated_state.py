@@ -15,6 +15,7 @@ from adaptra.errors import PipelineError
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.control_store.stores import Connection
 from adaptra.runtime.data_parallel.sites import Sites
+from adaptra.runtime.exchange.optimizer_settings import settings_of
 from adaptra.runtime.exchange.state_transfer import Handover, require_all_stepped
 from adaptra.runtime.synchrony.served_state import ServedState
 from adaptra.runtime.synchrony.update_reports import Update
@@ -40,6 +41,7 @@ class UpdatedState:
         self._handles: list[RemovableHandle] = []
         self._served: ServedState | None = None
         self._due: Update | None = None
+        self._compared = 0
         self._last = 0  # the number of the last update, which may be due
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
@@ -68,7 +70,7 @@ class UpdatedState:
     def restart(self, check: Callable[[], None]) -> None:
         """Begin again at update 1."""
         self._rounds += 1
-        self._check, self._due, self._last = check, None, 0
+        self._check, self._due, self._last, self._compared = check, None, 0, 0
         self._begin()
 
     def require_step(self, call: str) -> None:
@@ -139,9 +141,9 @@ class UpdatedState:
             raise PipelineError(
                 "optimizer.step(): there is no update to make: expected one after each pipe.step(), as other replicas make it"
             )
-        settings = json.dumps(
-            [{key: repr(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-        )
+        if self._compared == update.number:  # torch calls hooks of a step that calls that of its base class for both
+            return
+        settings, self._compared = json.dumps(settings_of(optimizer)), update.number
         key = f"settings/{self._rounds}/{update.number}"
         others = self._settings.compare_set(key, "", settings).decode()
         if others != settings:

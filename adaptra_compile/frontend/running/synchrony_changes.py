@@ -24,6 +24,7 @@ from adaptra.planning.synchrony.modes import Apart, Local, WithinStep
 from adaptra.planning.synchrony.regime import Regime
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.control_store.digest_tree import children_of, parent_of
+from adaptra.runtime.exchange.optimizer_settings import settings_of
 from adaptra.runtime.exchange.state_transfer import (
     STATE,
     Handover,
@@ -163,13 +164,11 @@ class SynchronyChanges:
     ) -> tuple[tuple[str, str], ...]:
         """Return what has to be the same on all ranks."""
         numbers = self._local.workers[0].numbers
-        plain = bool, int, float, str, tuple
-        settings = [{key: one for key, one in of.items() if isinstance(one, plain)} for of in optimizer.param_groups]
         return (
             ("mode", repr(mode)),
             ("number of steps", str(numbers.next_step)),
             ("number of the next step of the training", str(numbers.training_step)),
-            ("optimizer", f"{type(optimizer).__name__} of {settings}"),
+            ("optimizer", f"{type(optimizer).__name__} of {settings_of(optimizer)}"),
             ("grad_scaler", "there" if scaler is not None else "not there"),
         )
 
