@@ -38,8 +38,8 @@ class ReplicaLosses:
         losses: Tensor,
         hooks: GradientHooks | None = None,
         tells: Sequence[BesideLosses] = (),
-    ) -> Tensor:
-        """Return the losses of all microbatches, over all replicas.
+    ) -> tuple[Tensor, int]:
+        """Return the losses of all microbatches, over all replicas, and the rows of all replicas.
 
         Replicas may have different numbers of microbatches, with zeros for those that one lacks.
 
@@ -56,7 +56,7 @@ class ReplicaLosses:
             ControlError: They would make the next sum in different ways.
         """
         if self.replicas.count == 1:
-            return losses
+            return losses, sum(rows)
         mean, own = self.reduction is Reduction.MEAN, len(losses)
         if own < self.microbatches:
             losses = torch.cat([losses, losses.new_zeros(self.microbatches - own, *losses.shape[1:])])
@@ -75,7 +75,8 @@ class ReplicaLosses:
             )
         if hooks is not None:
             hooks.check_marks(means[BITS:], replica)
-        return combined[:own] if mean else combined
+        total = sum(rows) * self.replicas.count if mean else round(mean_number(marks[:BITS].tolist()))
+        return combined[:own] if mean else combined, total
 
     def of_batch(self, losses: Tensor, shares: Sequence[float]) -> float | None:
         """Return the loss of the batch of all replicas, from their combined losses; None if it is not finite.

@@ -58,10 +58,12 @@ class Certificate:
         losses: The losses of the microbatches that are in the gradients.
         divisor: What the sums of gradients are divided by, or None for nothing. If it is not a finite number above zero, the
             step has no gradients.
+        rows: The rows of all replicas that add up their gradients in each step; 0 where nobody asks.
     """
 
     losses: Tensor
     divisor: float | None
+    rows: int = 0
 
     @property
     def has_gradients(self) -> bool:
@@ -284,7 +286,7 @@ class AllAtOnce:
             samples = total_weight(own) if is_weighted else sum(contribution.rows)
             self._told.take(self._norms.read(), samples, contribution.loss_scale)
         tells = [one for one in (self._arrivals, self._told, self._deferral) if one is not None]
-        losses = self._losses.combine(contribution.replica, contribution.rows, own, self._hooks, tells)
+        losses, rows = self._losses.combine(contribution.replica, contribution.rows, own, self._hooks, tells)
         if self._arrivals is not None and self._arrivals.last is not None:
             self._monitor.chose(self._arrivals.last)
         divisor = total_weight(losses) if is_weighted else None
@@ -295,7 +297,7 @@ class AllAtOnce:
                 share = self._deferral.share
                 divisor = None if share == 1.0 else share
                 losses = losses * (len(losses) / self._deferral.mean_count)
-        return Certificate(losses, divisor)
+        return Certificate(losses, divisor, rows)
 
     def commit(self, certificate: Certificate) -> None:
         """Divide the sums, fill ``grad``, and run hooks."""

@@ -229,8 +229,8 @@ class StepParts:
         losses = shape.losses.end_step(timeout)
         certificate = self.end.certify(Contribution(replica, shape.shape.rows, losses, loss_scale))
         if self.local is not None:
-            rows, weight = sum(shape.shape.rows) * self._context.replicas.count, certificate.divisor
-            self.local.count((rows if weight is None else weight) if certificate.has_gradients else 0.0)
+            weight = certificate.rows if certificate.divisor is None else certificate.divisor
+            self.local.count(weight if certificate.has_gradients else 0.0)
         self._probes.end_step(timeout)
         self.kept.gather()
         return certificate
@@ -275,7 +275,7 @@ class StepParts:
             shape.losses.begin_step(step)
             executor.run(step, inputs, targets, on_results=shape.losses.send)
             losses = shape.losses.end_step(self._context.options.timeout)[: shape.shape.microbatches]
-            losses = self._losses.combine(self._context.replica, shape.shape.rows, losses)
+            losses, _ = self._losses.combine(self._context.replica, shape.shape.rows, losses)
         self.buffers.end()
         self.kept.gather()
         return losses

@@ -42,6 +42,7 @@ class Tied(nn.Module):
 
 
 TIED = Example("tied", Tied, vectors(WIDTH), square_loss)
+SUMMED = Example("summed", Tied, vectors(WIDTH), lambda y, t: ((y - t) ** 2).sum())
 
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -115,6 +116,20 @@ def go_on(local: adaptra.Local, stages: int) -> list[bytes]:
     return bits
 
 
+def weights_of_sites() -> list[list[float]]:
+    """The weight of each site in each exchange, where the first replica of four has twice as many rows as each other one."""
+    options = adaptra.Options(synchrony=adaptra.Local(2, sites=2))
+    summed = {"stages": 1, "microbatches": MICROBATCHES, "reduction": "sum"}
+    with compiled(SUMMED, SUMMED.rows(ROWS, 0), options=options, **summed) as pipe:
+        inner = torch.optim.SGD(pipe.parameters(), lr=0.001)
+        args, kwargs = call(SUMMED.rows(ROWS if pipe.replica else 2 * ROWS, pipe.replica))
+        for _ in range(3):
+            pipe.step(*args, **kwargs)
+            inner.step()
+            inner.zero_grad()
+        return [[vote["weight"] for vote in one["votes"]] for one in pipe.exchange_log]
+
+
 def body(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     found["stages"] = run(adaptra.Local(3), 2)
@@ -127,6 +142,7 @@ def body(rank: int) -> dict[str, Any]:
     found["crowded"] = run(adaptra.Local(3, sites=2, quorum=2, grace=0.02), 1, late=rank >= 2)
     found["turns"] = run(adaptra.Local(4, quorum=2, grace=0.02), 2, late=rank >= 2, steps=STEPS + (rank < 2))
     found["replayed"] = run(quorum, 1, log=found["quorum"]["log"], steps=steps)
+    found["weights"] = weights_of_sites()
     return found
 
 
@@ -244,6 +260,10 @@ def test_replicas_of_a_site_stay_equal(found: list[dict[str, Any]]) -> None:
     for first, second in (ranks[:2], ranks[2:]):
         assert not {*first["after"]} & {*second["after"]}, "each replica exchanges a part"
         assert {*first["after"], *second["after"]} == {*first["names"]}
+
+
+def test_a_site_counts_the_rows_of_all_its_replicas(found: list[dict[str, Any]]) -> None:
+    assert [one["weights"] for one in found] == [[[2.0 * 3 * ROWS, 2.0 * 2 * ROWS]]] * 4
 
 
 def follow(ranks: Sequence[Mapping[str, Any]], plain: Plain, sites: int) -> list[dict[str, Any]]:
