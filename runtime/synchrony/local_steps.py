@@ -133,6 +133,7 @@ class LocalSteps:
 
         Raises:
             PeerLostError: A rank of this site or of another one is lost.
+            StateError: Without a quorum sites have made different steps.
         """
         steps, stages = self._counts.steps, len(self._counts.trained)
         exchanges: list[Exchange] = []
@@ -156,7 +157,7 @@ class LocalSteps:
         With a quorum a site may be in the midst of its steps when others call it. They exchange with it until it comes here.
 
         Raises:
-            PeerLostError: As :meth:`begin`.
+            PeerLostError, StateError: As :meth:`begin`.
         """
         exchanges: list[Exchange] = []
         if self._script is None and self._site is None:
@@ -271,10 +272,22 @@ class LocalSteps:
         return [Exchange(stage, ballot, self._sites.count, fragment.nbytes, time.monotonic() - began)]
 
     def _with_all(self, stage: int, *, is_last: bool = False) -> list[Exchange]:
-        """Exchange a fragment with all sites, which tell each other what they have trained on."""
+        """Exchange a fragment with all sites, which tell each other what they have trained on.
+
+        Raises:
+            StateError: Sites have come to different exchanges, as they have made different steps. Nothing is mixed then.
+        """
         began, counts = time.monotonic(), self._counts
-        told = self._sites.everyone.gather([_bits(counts.trained[stage]), counts.updates[stage]])
-        votes = [Vote(site, updates + 1, _of_bits(bits), updates, is_last) for site, (bits, updates) in enumerate(told)]
+        told = self._sites.everyone.gather(
+            [_bits(counts.trained[stage]), counts.updates[stage], counts.steps, stage, int(is_last)]
+        )
+        for site, other in enumerate(told):
+            if other[2:] != told[0][2:]:
+                raise StateError(
+                    f"exchange between sites: site 0 is at {_place(*told[0][2:])}, and site {site} at {_place(*other[2:])}: "
+                    "expected the same number of steps before it on all sites, or Local(quorum=...), with which they may differ"
+                )
+        votes = [Vote(site, updates + 1, _of_bits(bits), updates, is_last) for site, (bits, updates, *_) in enumerate(told)]
         return self._exchange(stage, Ballot(max(vote.number for vote in votes), tuple(votes)), began)
 
     def _is_next(self, *, is_last: bool) -> bool:
@@ -288,6 +301,11 @@ def _bits(number: float) -> int:
     """Return the bits of a number as a whole one, which ranks can gather."""
     (bits,) = struct.unpack("<q", struct.pack("<d", number))
     return bits
+
+
+def _place(steps: int, stage: int, is_last: int) -> str:
+    """Return in words what a site has come to."""
+    return f"stage {stage} {'in exchange()' if is_last else 'in a step'} after {steps} steps"
 
 
 def _of_bits(bits: int) -> float:

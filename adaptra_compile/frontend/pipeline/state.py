@@ -229,7 +229,8 @@ class StateMethods(HeldSession):
 
         Raises:
             OptionError: All replicas are one site, which are equal anyway.
-            StateError: A log is replayed that has no such exchange here.
+            StateError: A log is replayed that has no such exchange here. Or sites with local steps and no quorum have made
+                different numbers of them.
             PipelineError: In x-order no optimizer is attached, or it has not made the last update.
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.
         """
