@@ -52,8 +52,13 @@ class Fragment:
         return sum(one.nbytes for one in self._after)
 
     def learnt(self) -> list[Tensor]:
-        """Return by how much the parameters were greater after the last exchange: what a gradient would take off them."""
-        return [after - one.detach().to(after) for after, one in zip(self._after, self._owned.values(), strict=True)]
+        """Return by how much the parameters were greater after the last exchange: what a gradient would take off them.
+
+        Training went on from what was rounded to their dtype. What the rounding took off is not learnt, and stays in the copies
+        of higher precision, where small updates add up.
+        """
+        pairs = zip(self._after, self._owned.values(), strict=True)
+        return [after.to(one.dtype).to(after.dtype) - one.detach().to(after) for after, one in pairs]
 
     def update(self, learnt: Sequence[Tensor]) -> None:
         """Replace owned parameters by what the outer optimizer makes of the mean of what sites have learnt."""
