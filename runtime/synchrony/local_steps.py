@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,12 +32,12 @@ from torch.distributed import Store
 
 from adaptra.collectives.owners import balanced_owners
 from adaptra.errors import StateError
-from adaptra.json_files import Fields
 from adaptra.planning.synchrony.modes import Local
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.data_parallel.sites import Sites
 from adaptra.runtime.synchrony.fragment import Fragment, check_saved
+from adaptra.runtime.synchrony.logged_exchanges import LoggedExchanges
 from adaptra.runtime.synchrony.site_ballots import Counts, SiteBallots
 from adaptra.runtime.synchrony.votes import Ballot, Quorum, Vote, Votes
 from adaptra.sizes import size_text
@@ -115,7 +115,7 @@ class LocalSteps:
         self._store = store
         self._site: SiteBallots | None = None
         self._counts = Counts([0.0] * stages, [0] * stages)
-        self._script: dict[int, list[tuple[int, Ballot]]] | None = None
+        self._script: LoggedExchanges | None = None
         self.log: list[dict[str, Any]] = []
 
     def __str__(self) -> str:
@@ -133,22 +133,21 @@ class LocalSteps:
 
         Raises:
             PeerLostError: A rank of this site or of another one is lost.
-            StateError: Without a quorum sites have made different steps.
+            StateError: Without a quorum sites have made different steps. Or a log is replayed that has other steps.
         """
-        steps, stages = self._counts.steps, len(self._counts.trained)
         exchanges: list[Exchange] = []
         if self._script is not None:
-            while self._is_next(is_last=False):
-                stage, ballot = self._script[steps].pop(0)
-                exchanges += self._exchange(stage, ballot, time.monotonic())
+            logged = self._script.in_step(self._counts.steps)
+            self._check_end(self._script, {stage for stage, _ in logged})
+            for stage, ballot in logged:
+                exchanges += self._exchange_as_logged(stage, ballot)
         elif self._site is not None:
             began, ballot = time.monotonic(), self._site.at_step(self._counts)
             if ballot is not None:
                 exchanges += self._exchange(self._site.stage_of(ballot), ballot, began)
         else:
-            for stage in self._fragments if steps else ():
-                if (steps - stage * self._local.every // stages) % self._local.every == 0:
-                    exchanges += self._with_all(stage)
+            for stage in self._due():
+                exchanges += self._with_all(stage)
         return exchanges
 
     def exchange_all(self) -> list[Exchange]:
@@ -164,15 +163,13 @@ class LocalSteps:
             return [one for stage in self._fragments for one in self._with_all(stage, is_last=True)]
         in_a_row, stages = 0, len(self._counts.trained)
         while in_a_row < (stages if self._local.quorum is not None else len(self._fragments)):
-            began = time.monotonic()
             if self._script is not None:
-                self.check_exchange()
-                stage, ballot = self._script[self._counts.steps].pop(0)
+                stage, ballot = self._script.in_exchange(self._counts.steps)
+                exchanges += self._exchange_as_logged(stage, ballot)
             else:
                 assert self._site is not None, "there is a quorum"
-                ballot = self._site.at_the_end(self._counts)
-                stage = self._site.stage_of(ballot)
-            exchanges += self._exchange(stage, ballot, began)
+                began, ballot = time.monotonic(), self._site.at_the_end(self._counts)
+                exchanges += self._exchange(self._site.stage_of(ballot), ballot, began)
             in_a_row = in_a_row + 1 if all(vote.is_last for vote in ballot.votes) else 0
         return exchanges
 
@@ -182,8 +179,8 @@ class LocalSteps:
         Raises:
             StateError: It has none.
         """
-        if self._script is not None and not self._is_next(is_last=True):
-            raise StateError(f"exchange() after {self._counts.steps} steps: the log that is replayed has none there")
+        if self._script is not None:
+            self._script.check_exchange(self._counts.steps)
 
     def replay(self, log: Sequence[Any]) -> None:
         """Exchange as a run did whose :attr:`log` this is, from the next step on. All ranks give their own.
@@ -191,12 +188,8 @@ class LocalSteps:
         Raises:
             StateError: It is no such log. Nothing changes then.
         """
-        script: dict[int, list[tuple[int, Ballot]]] = {}
-        for one in log:
-            fields = Fields(one, "log of exchanges", StateError)
-            steps, stage = fields.whole("steps"), fields.whole("stage", at_most=len(self._counts.trained) - 1)
-            script.setdefault(steps, []).append((stage, Ballot.read(fields)))
-        self._script = script
+        stages = self._fragments if self._local.quorum is None else range(len(self._counts.trained))
+        self._script = LoggedExchanges(log, stages, self._sites.index, self._sites.count, self._counts.steps)
 
     def count(self, weight: float) -> None:
         """Count a step, and what this rank's site has trained on in it."""
@@ -290,11 +283,39 @@ class LocalSteps:
         votes = [Vote(site, updates + 1, _of_bits(bits), updates, is_last) for site, (bits, updates, *_) in enumerate(told)]
         return self._exchange(stage, Ballot(max(vote.number for vote in votes), tuple(votes)), began)
 
-    def _is_next(self, *, is_last: bool) -> bool:
-        assert self._script is not None, "there is a log"
-        logged = self._script.get(self._counts.steps, [])
-        own = [vote.is_last for _, ballot in logged[:1] for vote in ballot.votes if vote.site == self._sites.index]
-        return own == [is_last]
+    def _due(self) -> list[int]:
+        """Return the stages of this rank that are exchanged at the begin of a step without a quorum."""
+        steps, every, stages = self._counts.steps, self._local.every, len(self._counts.trained)
+        return [stage for stage in self._fragments if steps and (steps - stage * every // stages) % every == 0]
+
+    def _exchange_as_logged(self, stage: int, ballot: Ballot) -> list[Exchange]:
+        """Exchange a fragment as a log has it.
+
+        Raises:
+            StateError: This site has trained on something else than in the run of the log.
+        """
+        trained, logged = self._counts.trained[stage], ballot.votes[ballot.sites.index(self._sites.index)].weight
+        if trained != logged:
+            raise StateError(
+                f"exchange {ballot.number} of stage {stage}: this site has trained on {trained:g} since the one before, and by "
+                f"the log that is replayed on {logged:g}: expected the batches and the site of that run"
+            )
+        return self._exchange(stage, ballot, time.monotonic())
+
+    def _check_end(self, script: LoggedExchanges, logged: Collection[int]) -> None:
+        """Refuse a step for which the log is too short.
+
+        With a quorum a late site may lack the exchange that is due, so one is missed only after twice the interval.
+
+        Raises:
+            StateError: An exchange is due that the log does not have.
+        """
+        steps, quorum = self._counts.steps, self._local.quorum
+        if {*self._due()}.difference(logged) if quorum is None else steps - script.end >= 2 * self._local.every:
+            raise StateError(
+                f"a step after {steps} steps: an exchange is due, and the log that is replayed has its last one after "
+                f"{script.end}: expected the steps and the Local(...) of that run"
+            )
 
 
 def _bits(number: float) -> int:

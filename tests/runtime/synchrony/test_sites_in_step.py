@@ -54,3 +54,42 @@ def test_sites_that_come_to_different_exchanges_are_told_so() -> None:
     for text in run_processes(uneven, 2):
         check_documented(StateError.__name__, text[text.index("exchange between") :], row)
         assert "site 0 is at stage 0 in exchange() after 4 steps, and site 1 at stage 0 in a step after 4 steps" in text
+
+
+def replayed(_rank: int) -> dict[str, tuple[str, str]]:
+    """What a job says to logs of its own that have other batches and fewer steps, after one that it has replayed."""
+
+    def run(log: list[Any] | None = None, steps: int = 3) -> list[Any]:
+        with of_sites(adaptra.Local(2)) as pipe:
+            if log is not None:
+                pipe.replay(log)
+            train(pipe, steps)
+            return [*pipe.exchange_log]
+
+    log = run()
+    assert run(log, steps=4) == log, "no exchange is due before the fifth step"
+    found: dict[str, tuple[str, str]] = {}
+    heavier = [{**one, "votes": [{**vote, "weight": 3.0} for vote in one["votes"]]} for one in log]
+    for name, wrong in (("weight", heavier), ("longer", log)):
+        with pytest.raises(AdaptraError) as caught:
+            run(wrong, steps=5)
+        found[name] = type(caught.value).__name__, str(caught.value)
+    return found
+
+
+@pytest.mark.processes
+def test_a_log_is_not_replayed_with_other_batches_or_beyond_its_end() -> None:
+    rows = {
+        "weight": (
+            "exchange … of stage …: this site has trained on … since the one before, and by the log that is replayed on …: "
+            "expected the batches and the site of that run"
+        ),
+        "longer": (
+            "a step after … steps: an exchange is due, and the log that is replayed has its last one after …: expected the "
+            "steps and the Local(...) of that run"
+        ),
+    }
+    for found in run_processes(replayed, 2):
+        for name, row in rows.items():
+            text = found[name][1]
+            check_documented(StateError.__name__, text.removeprefix(text.partition("StateError: ")[0] + "StateError: "), row)
