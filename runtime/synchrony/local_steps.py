@@ -30,6 +30,7 @@ from typing import Any, Final
 from torch import Tensor
 from torch.distributed import Store
 
+from adaptra.checks import is_whole
 from adaptra.collectives.owners import balanced_owners
 from adaptra.errors import StateError
 from adaptra.planning.synchrony.modes import Local
@@ -216,15 +217,23 @@ class LocalSteps:
         """Return what this rank needs to go on after a restart: the tensors themselves, by the fragments' stages."""
         return {**self._counts.to_json(), "stages": {stage: one.saved() for stage, one in self._fragments.items()}}
 
-    def load(self, state: Any) -> None:
-        """Go on from the :meth:`state` of this rank.
+    def load(self, state: Any) -> int:
+        """Go on from the :meth:`state` of this rank, and return the number of the training's step.
+
+        That is saved beside it as ``step``; where it is not, all steps have been local ones.
 
         Raises:
             StateError: It is no such state, or of other stages or parameters. Nothing changes then.
         """
         counts = Counts.fitting(state, len(self._counts.trained))
         stages: Any = state["stages"] if counts is not None else None
-        if counts is None or not isinstance(stages, Mapping) or {*stages} != {*self._fragments}:
+        step: Any = state.get("step", counts.steps) if counts is not None else None
+        if (
+            counts is None
+            or not isinstance(stages, Mapping)
+            or {*stages} != {*self._fragments}
+            or not (is_whole(step) and step >= 0)
+        ):
             raise StateError(
                 f"outer state: {state!r:.60}: expected that of this rank's pipe.outer_state_dict(), of stages "
                 f"{', '.join(map(str, self._fragments))}"
@@ -234,6 +243,7 @@ class LocalSteps:
         self._counts = counts
         for stage, fragment in self._fragments.items():
             fragment.load(stages[stage])
+        return step
 
     def close(self) -> None:
         """End the connections to the store."""

@@ -266,22 +266,24 @@ class StateMethods(HeldSession):
 
         Under ``Options(synchrony=adaptra.XOrder(...))`` these are the numbers of this replica's steps and of updates, after
         :meth:`exchange`. Under ``adaptra.Local(...)`` it is this rank's: its parameters as they are, those after the last
-        exchange, the outer optimizer's momentum, and numbers. Every rank saves it in a file of its own. The tensors are no
-        copies.
+        exchange, the outer optimizer's momentum, and numbers. One is that of the training's step, on which random numbers
+        depend. Every rank saves it in a file of its own. The tensors are no copies.
 
         Raises:
             OptionError: All replicas are one site.
             StateError: Replicas in x-order may be at different updates.
         """
-        apart = None if self._is_of_all else self._apart("outer_state_dict")
+        apart, step = None if self._is_of_all else self._apart("outer_state_dict"), self._require().training_step
         if isinstance(apart, LocalSteps):
-            return apart.state()
+            return {**apart.state(), "step": step}
         if apart is not None:
             apart.require_equal("outer_state_dict")
-        return {"steps": self._require().training_step, "updates": self.updates}
+        return {"steps": step, "updates": self.updates}
 
     def load_outer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from this rank's :meth:`outer_state_dict`, after :meth:`load_state_dict`, which makes sites equal.
+
+        One without the number of the training's step, as an earlier version has saved it, goes on at that of local steps.
 
         Raises:
             OptionError: All replicas are one site.
@@ -289,7 +291,7 @@ class StateMethods(HeldSession):
         """
         apart = None if self._is_of_all else self._apart("load_outer_state_dict")
         if isinstance(apart, LocalSteps):
-            apart.load(state)
+            self._require().go_on_at(apart.load(state))
             return
         numbers: Any = state
         has_both = isinstance(numbers, Mapping) and {*numbers} == {"steps", "updates"}

@@ -9,7 +9,8 @@ import torch
 from errors_table import check_documented
 from models import Example, square_loss, vectors
 from processes import run_processes
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 from training import call, compiled
 
 import adaptra
@@ -17,6 +18,14 @@ from adaptra.errors import AdaptraError, StateError
 
 WIDTH, ROWS = 4, 4
 PLAIN = Example("plain", lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), vectors(WIDTH), square_loss)
+
+
+DROPPED = Example(
+    "dropped",
+    lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH)),
+    vectors(WIDTH),
+    square_loss,
+)
 
 
 def train(pipe: adaptra.Pipeline, steps: int, first: int = 0, of_an_update: int = 1) -> None:
@@ -30,10 +39,10 @@ def train(pipe: adaptra.Pipeline, steps: int, first: int = 0, of_an_update: int 
             inner.zero_grad()
 
 
-def of_sites(local: adaptra.Local, **arguments: Any) -> Any:
+def of_sites(local: adaptra.Local, example: Example = PLAIN, **arguments: Any) -> Any:
     """A pipeline of two layers for two sites."""
     given = {"stages": 1, "microbatches": 2, **arguments}
-    return compiled(PLAIN, PLAIN.rows(ROWS, 0), options=adaptra.Options(synchrony=local), **given)
+    return compiled(example, example.rows(ROWS, 0), options=adaptra.Options(synchrony=local), **given)
 
 
 def uneven(rank: int) -> str:
@@ -93,3 +102,39 @@ def test_a_log_is_not_replayed_with_other_batches_or_beyond_its_end() -> None:
         for name, row in rows.items():
             text = found[name][1]
             check_documented(StateError.__name__, text.removeprefix(text.partition("StateError: ")[0] + "StateError: "), row)
+
+
+def saved_of(pipe: adaptra.Pipeline) -> tuple[Any, Any]:
+    return pytree.tree_map_only(Tensor, torch.clone, (pipe.state_dict(), pipe.outer_state_dict()))
+
+
+def parameters_of(pipe: adaptra.Pipeline) -> list[list[float]]:
+    return [one.flatten().tolist() for one in pipe.parameters()]
+
+
+def resumed(_rank: int) -> dict[str, Any]:
+    """What a run with dropout has in the end, and one that goes on from its file, with the number of its updates or without."""
+    found: dict[str, Any] = {}
+    with of_sites(adaptra.Local(2), DROPPED) as pipe:
+        train(pipe, 3)
+        state, outer = saved_of(pipe)
+        train(pipe, 3, 3)
+        found["whole"] = parameters_of(pipe), pipe.updates
+    earlier = {name: value for name, value in outer.items() if name != "step"}
+    for name, one in (("resumed", outer), ("of an earlier version", earlier)):
+        with of_sites(adaptra.Local(2), DROPPED) as pipe:
+            pipe.load_state_dict(state)
+            with pytest.raises(StateError, match="outer state: "):
+                pipe.load_outer_state_dict({**outer, "step": -1})
+            pipe.load_outer_state_dict(one)
+            train(pipe, 3, 3)
+            found[name] = parameters_of(pipe), pipe.updates
+    return found
+
+
+@pytest.mark.processes
+def test_dropout_goes_on_from_what_a_rank_has_saved() -> None:
+    for found in run_processes(resumed, 2):
+        assert found["whole"][1] == 6
+        assert found["resumed"] == found["whole"]
+        assert found["of an earlier version"] == found["whole"]
