@@ -16,6 +16,9 @@ opens an exchange after its share of ``every`` steps, others join it at the begi
 and is in a later exchange with all that it has learnt since. It then takes the updates that it has missed from a site that has
 them.
 
+A step adds to gradients of earlier ones where these are accumulated. An exchange would change the parameters under them, so one
+that is due waits for the update.
+
 If each stage had a vote of its own, two sites could each wait for the other's vote of another stage.
 """
 
@@ -36,10 +39,11 @@ from adaptra.errors import StateError
 from adaptra.planning.synchrony.modes import Local
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
+from adaptra.runtime.data_parallel.held_gradients import HeldGradients
 from adaptra.runtime.data_parallel.sites import Sites
 from adaptra.runtime.synchrony.fragment import Fragment, check_saved
 from adaptra.runtime.synchrony.logged_exchanges import LoggedExchanges
-from adaptra.runtime.synchrony.site_ballots import Counts, SiteBallots
+from adaptra.runtime.synchrony.site_ballots import Counts, SiteBallots, waits_too_long
 from adaptra.runtime.synchrony.votes import Ballot, Quorum, Vote, Votes
 from adaptra.sizes import size_text
 
@@ -117,6 +121,9 @@ class LocalSteps:
         self._site: SiteBallots | None = None
         self._counts = Counts([0.0] * stages, [0] * stages)
         self._script: LoggedExchanges | None = None
+        self._held = HeldGradients({name: one for named in fragments.values() for name, one in named.items()})
+        self._waiting: set[int] = set()  # the stages whose exchange is due after the update
+        self._has_exchanged_all = False
         self.log: list[dict[str, Any]] = []
 
     def __str__(self) -> str:
@@ -134,17 +141,24 @@ class LocalSteps:
 
         Raises:
             PeerLostError: A rank of this site or of another one is lost.
-            StateError: Without a quorum sites have made different steps. Or a log is replayed that has other steps.
+            StateError: Without a quorum sites have made different steps. Or a log is replayed that has other steps. Or there
+                are gradients of steps before an exchange, or have been for too long.
         """
         exchanges: list[Exchange] = []
+        if self._has_exchanged_all:
+            self._held.refuse("a step after exchange()")
+            self._has_exchanged_all = False
         if self._script is not None:
             logged = self._script.in_step(self._counts.steps)
             self._check_end(self._script, {stage for stage, _ in logged})
             for stage, ballot in logged:
+                self._held.refuse(f"exchange {ballot.number}")
+                self._waiting.discard(stage)
                 exchanges += self._exchange_as_logged(stage, ballot)
         elif self._site is not None:
-            began, ballot = time.monotonic(), self._site.at_step(self._counts)
+            began, ballot = time.monotonic(), self._site.at_step(self._counts, self._held.first)
             if ballot is not None:
+                self._held.refuse(f"exchange {ballot.number}")
                 exchanges += self._exchange(self._site.stage_of(ballot), ballot, began)
         else:
             for stage in self._due():
@@ -160,6 +174,8 @@ class LocalSteps:
             PeerLostError, StateError: As :meth:`begin`.
         """
         exchanges: list[Exchange] = []
+        self._has_exchanged_all = True
+        self._waiting.clear()
         if self._script is None and self._site is None:
             return [one for stage in self._fragments for one in self._with_all(stage, is_last=True)]
         in_a_row, stages = 0, len(self._counts.trained)
@@ -196,6 +212,10 @@ class LocalSteps:
         """Count a step, and what this rank's site has trained on in it."""
         self._counts.count(weight)
 
+    def end_step(self) -> None:
+        """End a step, which has filled ``grad``."""
+        self._held.end_step()
+
     def restart(self, check: Callable[[], None]) -> None:
         """Take the parameters as they are for those after an exchange, since all sites have the same.
 
@@ -205,6 +225,7 @@ class LocalSteps:
             check: Raises the error that has ended this rank's waits, if there is one.
         """
         self._counts.trained = [0.0] * len(self._counts.trained)
+        self._waiting.clear()
         for fragment in self._fragments.values():
             fragment.begin()
         if self._local.quorum is not None and self._site is None:
@@ -215,7 +236,8 @@ class LocalSteps:
 
     def state(self) -> dict[str, Any]:
         """Return what this rank needs to go on after a restart: the tensors themselves, by the fragments' stages."""
-        return {**self._counts.to_json(), "stages": {stage: one.saved() for stage, one in self._fragments.items()}}
+        stages = {stage: one.saved() for stage, one in self._fragments.items()}
+        return {**self._counts.to_json(), "waiting": sorted(self._waiting), "stages": stages}
 
     def load(self, state: Any) -> int:
         """Go on from the :meth:`state` of this rank, and return the number of the training's step.
@@ -241,6 +263,7 @@ class LocalSteps:
         for stage, fragment in self._fragments.items():
             check_saved(fragment, stages[stage])
         self._counts = counts
+        self._waiting = {*state.get("waiting", ())}.intersection(self._fragments)
         for stage, fragment in self._fragments.items():
             fragment.load(stages[stage])
         return step
@@ -277,26 +300,39 @@ class LocalSteps:
     def _with_all(self, stage: int, *, is_last: bool = False) -> list[Exchange]:
         """Exchange a fragment with all sites, which tell each other what they have trained on.
 
+        If one of them has gradients of earlier steps, all let it wait.
+
         Raises:
-            StateError: Sites have come to different exchanges, as they have made different steps. Nothing is mixed then.
+            StateError: Sites have come to different exchanges, as they have made different steps. Nothing is mixed then. Or
+                it waits until the next one is due.
         """
         began, counts = time.monotonic(), self._counts
+        held = None if is_last else self._held.first()
         told = self._sites.everyone.gather(
-            [_bits(counts.trained[stage]), counts.updates[stage], counts.steps, stage, int(is_last)]
+            [int(held is not None), _bits(counts.trained[stage]), counts.updates[stage], counts.steps, stage, int(is_last)]
         )
         for site, other in enumerate(told):
-            if other[2:] != told[0][2:]:
+            if other[3:] != told[0][3:]:
                 raise StateError(
-                    f"exchange between sites: site 0 is at {_place(*told[0][2:])}, and site {site} at {_place(*other[2:])}: "
+                    f"exchange between sites: site 0 is at {_place(*told[0][3:])}, and site {site} at {_place(*other[3:])}: "
                     "expected the same number of steps before it on all sites, or Local(quorum=...), with which they may differ"
                 )
-        votes = [Vote(site, updates + 1, _of_bits(bits), updates, is_last) for site, (bits, updates, *_) in enumerate(told)]
+        if any(is_held for is_held, *_ in told):
+            if stage in self._waiting and self._is_in_turn(stage):
+                raise waits_too_long(stage, self._local.every, held or "a parameter of another site", self._local.every)
+            self._waiting.add(stage)
+            return []
+        self._waiting.discard(stage)
+        votes = [Vote(site, updates + 1, _of_bits(bits), updates, is_last) for site, (_, bits, updates, *_) in enumerate(told)]
         return self._exchange(stage, Ballot(max(vote.number for vote in votes), tuple(votes)), began)
 
     def _due(self) -> list[int]:
         """Return the stages of this rank that are exchanged at the begin of a step without a quorum."""
-        steps, every, stages = self._counts.steps, self._local.every, len(self._counts.trained)
-        return [stage for stage in self._fragments if steps and (steps - stage * every // stages) % every == 0]
+        return [stage for stage in self._fragments if stage in self._waiting or self._is_in_turn(stage)]
+
+    def _is_in_turn(self, stage: int) -> bool:
+        steps, every = self._counts.steps, self._local.every
+        return steps > 0 and (steps - stage * every // len(self._counts.trained)) % every == 0
 
     def _exchange_as_logged(self, stage: int, ballot: Ballot) -> list[Exchange]:
         """Exchange a fragment as a log has it.
@@ -313,15 +349,21 @@ class LocalSteps:
         return self._exchange(stage, ballot, time.monotonic())
 
     def _check_end(self, script: LoggedExchanges, logged: Collection[int]) -> None:
-        """Refuse a step for which the log is too short.
+        """Refuse a step for which the log is too short. An exchange that waits for an update is in none.
 
         With a quorum a late site may lack the exchange that is due, so one is missed only after twice the interval.
 
         Raises:
             StateError: An exchange is due that the log does not have.
         """
-        steps, quorum = self._counts.steps, self._local.quorum
-        if {*self._due()}.difference(logged) if quorum is None else steps - script.end >= 2 * self._local.every:
+        steps = self._counts.steps
+        if self._local.quorum is None:
+            lacking = {*self._due()}.difference(logged)
+            is_due = bool(lacking) and self._held.first() is None
+            self._waiting |= lacking
+        else:
+            is_due = steps - script.end >= 2 * self._local.every
+        if is_due:
             raise StateError(
                 f"a step after {steps} steps: an exchange is due, and the log that is replayed has its last one after "
                 f"{script.end}: expected the steps and the Local(...) of that run"

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch.distributed import Store
 
+from adaptra.errors import StateError
 from adaptra.planning.synchrony.modes import Local
 from adaptra.runtime.control_store.schema import encode
 from adaptra.runtime.synchrony.told import Told
@@ -54,6 +55,14 @@ class Counts:
                 return None
 
 
+def waits_too_long(stage: int, steps: int, name: str, every: int) -> StateError:
+    """Return the error of an exchange that has waited for this parameter's update for so many steps."""
+    return StateError(
+        f"exchange of stage {stage}: it has waited {steps} steps, as {name} has a gradient of the ones before: expected "
+        f"optimizer.step() and optimizer.zero_grad() at least once in every={every} steps"
+    )
+
+
 class SiteBallots:
     """One rank's part in what its site does about exchanges.
 
@@ -70,18 +79,33 @@ class SiteBallots:
         # Within a site no rank is two steps behind another, nor by more than the last exchanges of all stages.
         self._told = Told(store, stages + 4, check, tells=voter is not None)
         self._interval = max(1, local.every // stages)
+        self._every = local.every
         self._stages = stages
 
     def stage_of(self, ballot: Ballot) -> int:
         """Return the stage that an exchange is of: they take turns."""
         return (ballot.number - 1) % self._stages
 
-    def at_step(self, counts: Counts) -> Ballot | None:
-        """Return who takes part with this site in an exchange at the begin of a step; None if it takes part in none."""
+    def at_step(self, counts: Counts, held: Callable[[], str | None]) -> Ballot | None:
+        """Return who takes part with this site in an exchange at the begin of a step; None if it takes part in none.
+
+        Args:
+            counts: What the site has done.
+            held: Returns the name of a parameter with a gradient of earlier steps. While there is one, the site takes part in
+                none.
+
+        Raises:
+            StateError: There has been one for too long.
+        """
 
         def ballot() -> Ballot | None:
             voter = self._voter
             if voter is None or not counts.steps or (counts.since < self._interval and not voter.is_open()):
+                return None
+            if (name := held()) is not None:
+                waited = counts.since - self._interval
+                if waited >= self._every:
+                    raise waits_too_long((voter.next - 1) % self._stages, waited, name, self._every)
                 return None
             counts.since = 0
             return self._vote(voter, counts)

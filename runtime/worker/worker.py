@@ -294,6 +294,8 @@ class Worker:
         self.kept.commit()
         with self._reporting_errors():
             self._parts.end.commit(step.certificate)
+            if self._parts.local is not None:
+                self._parts.local.end_step()
             if self._parts.order is not None:
                 self.controller.recorder.emit_now(EventKind.UPDATED, str(self._parts.order.last))
             self.numbers.next_step += 1

@@ -196,7 +196,8 @@ class Local:
     own exchange, and these are spread over the interval. At a stage's exchange its parameters become equal on all sites.
 
     Attributes:
-        every: The number of steps between two exchanges of a stage.
+        every: The number of steps between two exchanges of a stage. One that is due within an update of several steps waits for
+            its end. So an update has at most so many steps.
         outer: The optimizer that takes what sites have learnt for a gradient.
         sites: The number of sites. None: each replica is one.
         quorum: The number of sites that suffice for an exchange, more than half of them. A site that comes later than

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -41,13 +43,13 @@ def train(pipe: adaptra.Pipeline, steps: int, first: int = 0, of_an_update: int 
 
 def of_sites(local: adaptra.Local, example: Example = PLAIN, **arguments: Any) -> Any:
     """A pipeline of two layers for two sites."""
-    given = {"stages": 1, "microbatches": 2, **arguments}
+    given: dict[str, Any] = {"stages": 1, "microbatches": 2, **arguments}
     return compiled(example, example.rows(ROWS, 0), options=adaptra.Options(synchrony=local), **given)
 
 
 def uneven(rank: int) -> str:
     """What a job says of which one site makes a step more than another one before all exchange."""
-    both = {"stages": 2, "placement": [0, 0]}
+    both: dict[str, Any] = {"stages": 2, "placement": [0, 0]}
     with pytest.raises(AdaptraError) as caught, of_sites(adaptra.Local(2), **both) as pipe:
         train(pipe, 4 + rank)
         pipe.exchange()
@@ -138,3 +140,78 @@ def test_dropout_goes_on_from_what_a_rank_has_saved() -> None:
         assert found["whole"][1] == 6
         assert found["resumed"] == found["whole"]
         assert found["of an earlier version"] == found["whole"]
+
+
+MODES = {"all": adaptra.Local(3), "quorum": adaptra.Local(3, quorum=2)}
+
+
+def accumulated(_rank: int) -> dict[str, Any]:
+    """After how many steps sites have exchanged whose updates have two each, and what is said where they have too many."""
+    found: dict[str, Any] = {}
+    log: list[Any] = []
+    for name, mode in MODES.items():
+        with of_sites(mode) as pipe:
+            train(pipe, 9, of_an_update=2)
+            log = [*pipe.exchange_log]
+        found[name] = [one["steps"] for one in log]
+    with of_sites(MODES["all"]) as pipe:
+        train(pipe, 4, of_an_update=2)
+        state, outer = saved_of(pipe)
+    with of_sites(MODES["all"]) as pipe:
+        pipe.load_state_dict(state)
+        pipe.load_outer_state_dict(outer)
+        train(pipe, 3, 4, of_an_update=2)
+        found["resumed"] = [one["steps"] for one in pipe.exchange_log]
+    with of_sites(MODES["quorum"]) as pipe:
+        pipe.replay(log)
+        train(pipe, 9, of_an_update=2)
+        found["replayed"] = [one["steps"] for one in pipe.exchange_log]
+
+    def never(mode: adaptra.Local) -> None:
+        with of_sites(mode) as pipe:
+            train(pipe, 10, of_an_update=20)
+
+    def amid() -> None:
+        with of_sites(adaptra.Local(3)) as pipe:
+            train(pipe, 1, of_an_update=2)
+            pipe.exchange()
+            train(pipe, 1, 1, of_an_update=2)
+
+    def beyond() -> None:
+        with of_sites(MODES["quorum"]) as pipe:
+            pipe.replay(log[:1])
+            train(pipe, 12)
+
+    for name, mode in MODES.items():
+        found[f"never, {name}"] = text_of(partial(never, mode))
+    found["amid"], found["beyond"] = text_of(amid), text_of(beyond)
+    return found
+
+
+def text_of(call: Callable[[], None]) -> str:
+    """The text of the error of whichever rank has it."""
+    with pytest.raises(AdaptraError) as caught:
+        call()
+    text = str(caught.value)
+    return text[text.find("StateError: ") + len("StateError: ") :] if "StateError: " in text else text
+
+
+@pytest.mark.processes
+def test_exchanges_wait_for_the_end_of_an_update() -> None:
+    held = (
+        "…: … has a gradient of earlier steps: expected optimizer.step() and optimizer.zero_grad() before it, as an exchange "
+        "changes the parameters that the gradient is of"
+    )
+    waits = (
+        "exchange of stage …: it has waited … steps, as … has a gradient of the ones before: expected optimizer.step() and "
+        "optimizer.zero_grad() at least once in every=… steps"
+    )
+    for found in run_processes(accumulated, 2):
+        assert found["all"] == [4, 6]
+        assert found["resumed"] == [4, 6]
+        assert all(steps % 2 == 0 for steps in found["quorum"]) and len(found["quorum"]) == 2
+        assert found["replayed"] == found["quorum"]
+        check_documented("StateError", found["never, all"], waits)
+        check_documented("StateError", found["never, quorum"], waits)
+        check_documented("StateError", found["amid"], held)
+        assert "a step after 10 steps: an exchange is due" in found["beyond"]
