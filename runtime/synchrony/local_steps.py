@@ -28,7 +28,7 @@ import struct
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from torch import Tensor
 from torch.distributed import Store
@@ -124,6 +124,7 @@ class LocalSteps:
         self._held = HeldGradients({name: one for named in fragments.values() for name, one in named.items()})
         self._waiting: set[int] = set()  # the stages whose exchange is due after the update
         self._has_exchanged_all = False
+        self._loaded: Literal["", "loaded", "lost"] = ""  # since the last step
         self.log: list[dict[str, Any]] = []
 
     def __str__(self) -> str:
@@ -145,6 +146,8 @@ class LocalSteps:
                 are gradients of steps before an exchange, or have been for too long.
         """
         exchanges: list[Exchange] = []
+        self._refuse_lost()
+        self._loaded = ""
         if self._has_exchanged_all:
             self._held.refuse("a step after exchange()")
             self._has_exchanged_all = False
@@ -191,11 +194,12 @@ class LocalSteps:
         return exchanges
 
     def check_exchange(self) -> None:
-        """Refuse an exchange of all at a point where the log that is replayed has none.
+        """Refuse an exchange of all at a point where the log that is replayed has none, or of a state that was lost.
 
         Raises:
-            StateError: It has none.
+            StateError: It has none, or it was.
         """
+        self._refuse_lost()
         if self._script is not None:
             self._script.check_exchange(self._counts.steps)
 
@@ -237,7 +241,7 @@ class LocalSteps:
     def state(self) -> dict[str, Any]:
         """Return what this rank needs to go on after a restart: the tensors themselves, by the fragments' stages."""
         stages = {stage: one.saved() for stage, one in self._fragments.items()}
-        return {**self._counts.to_json(), "waiting": sorted(self._waiting), "stages": stages}
+        return {**self._counts.to_json(), "waiting": sorted(self._waiting), "site": self._sites.index, "stages": stages}
 
     def load(self, state: Any) -> int:
         """Go on from the :meth:`state` of this rank, and return the number of the training's step.
@@ -260,13 +264,29 @@ class LocalSteps:
                 f"outer state: {state!r:.60}: expected that of this rank's pipe.outer_state_dict(), of stages "
                 f"{', '.join(map(str, self._fragments))}"
             )
+        if (site := state.get("site", self._sites.index)) != self._sites.index:
+            raise StateError(
+                f"outer state: of site {site}: expected that of site {self._sites.index}, as each has learnt something else"
+            )
         for stage, fragment in self._fragments.items():
             check_saved(fragment, stages[stage])
-        self._counts = counts
+        self._counts, self._loaded = counts, "loaded"
         self._waiting = {*state.get("waiting", ())}.intersection(self._fragments)
         for stage, fragment in self._fragments.items():
             fragment.load(stages[stage])
         return step
+
+    def lose_loaded(self) -> None:
+        """Take note that parameters are loaded, which are the same on all sites. A :meth:`state` has to come after them."""
+        if self._loaded:
+            self._loaded = "lost"
+
+    def _refuse_lost(self) -> None:
+        if self._loaded == "lost":
+            raise StateError(
+                "load_outer_state_dict before load_state_dict, which makes sites equal, so what it has loaded is lost: "
+                "expected it after load_state_dict"
+            )
 
     def close(self) -> None:
         """End the connections to the store."""

@@ -229,8 +229,8 @@ class StateMethods(HeldSession):
 
         Raises:
             OptionError: All replicas are one site, which are equal anyway.
-            StateError: A log is replayed that has no such exchange here. Or sites with local steps and no quorum have made
-                different numbers of them.
+            StateError: A log is replayed that has no such exchange here. Or an outer state was loaded too early. Or sites with
+                local steps and no quorum have made different numbers of them.
             PipelineError: In x-order no optimizer is attached, or it has not made the last update.
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.
         """
@@ -283,11 +283,12 @@ class StateMethods(HeldSession):
     def load_outer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from this rank's :meth:`outer_state_dict`, after :meth:`load_state_dict`, which makes sites equal.
 
-        One without the number of the training's step, as an earlier version has saved it, goes on at that of local steps.
+        One without the number of the training's step, as an earlier version has saved it, goes on at that of local steps. In
+        the other order the next step is refused.
 
         Raises:
             OptionError: All replicas are one site.
-            StateError: It is of other stages or parameters, or of another mode. Nothing changes then.
+            StateError: It is of another site or mode, of other stages or parameters. Nothing changes then.
         """
         apart = None if self._is_of_all else self._apart("load_outer_state_dict")
         if isinstance(apart, LocalSteps):
@@ -354,4 +355,7 @@ class StateMethods(HeldSession):
 
     def take(self, fitting: FittingModel) -> None:
         """Load a state that fits, for adaptra's own modules."""
-        self._require().held.take(fitting)
+        session = self._require()
+        session.held.take(fitting)
+        if (local := session.workers[0].local) is not None:
+            local.lose_loaded()

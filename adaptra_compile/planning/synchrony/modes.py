@@ -195,6 +195,9 @@ class Local:
     A site is as many consecutive replicas as each other one has. Its replicas stay equal to the last bit. Each stage has its
     own exchange, and these are spread over the interval. At a stage's exchange its parameters become equal on all sites.
 
+    An exchange changes parameters in place. An optimizer that steps copies of its own, such as float32 ones of bfloat16
+    parameters, would overwrite them at its next step, and undo the exchange: use one that steps the parameters themselves.
+
     Attributes:
         every: The number of steps between two exchanges of a stage. One that is due within an update of several steps waits for
             its end. So an update has at most so many steps.

@@ -122,15 +122,27 @@ def resumed(_rank: int) -> dict[str, Any]:
         state, outer = saved_of(pipe)
         train(pipe, 3, 3)
         found["whole"] = parameters_of(pipe), pipe.updates
-    earlier = {name: value for name, value in outer.items() if name != "step"}
+    earlier = {name: value for name, value in outer.items() if name not in ("step", "site", "waiting")}
     for name, one in (("resumed", outer), ("of an earlier version", earlier)):
         with of_sites(adaptra.Local(2), DROPPED) as pipe:
             pipe.load_state_dict(state)
             with pytest.raises(StateError, match="outer state: "):
                 pipe.load_outer_state_dict({**outer, "step": -1})
+            with pytest.raises(StateError) as caught:
+                pipe.load_outer_state_dict({**outer, "site": 1 - pipe.replica})
+            found["site"] = str(caught.value)
+            pipe.load_outer_state_dict(one)
+            pipe.load_state_dict(state)
+            with pytest.raises(StateError) as caught:
+                pipe.exchange()
+            found["order"] = str(caught.value)
             pipe.load_outer_state_dict(one)
             train(pipe, 3, 3)
             found[name] = parameters_of(pipe), pipe.updates
+    with of_sites(adaptra.Local(2)) as pipe:
+        pipe.load_outer_state_dict(pipe.outer_state_dict())
+        pipe.load_state_dict(pipe.state_dict())
+        found["order in a step"] = text_of(lambda: train(pipe, 1))
     return found
 
 
@@ -140,6 +152,14 @@ def test_dropout_goes_on_from_what_a_rank_has_saved() -> None:
         assert found["whole"][1] == 6
         assert found["resumed"] == found["whole"]
         assert found["of an earlier version"] == found["whole"]
+        row = "outer state: of site …: expected that of site …, as each has learnt something else"
+        check_documented("StateError", found["site"], row)
+        row = (
+            "load_outer_state_dict before load_state_dict, which makes sites equal, so what it has loaded is lost: expected it "
+            "after load_state_dict"
+        )
+        check_documented("StateError", found["order"], row)
+        check_documented("StateError", found["order in a step"], row)
 
 
 MODES = {"all": adaptra.Local(3), "quorum": adaptra.Local(3, quorum=2)}
