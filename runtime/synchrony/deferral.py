@@ -97,7 +97,15 @@ class Deferral:
         """Have the same microbatches in each step as a run whose :attr:`log` this is, from the next step on.
 
         Raises:
-            StateError: It is no such log, or of a run that had other microbatches before. Nothing changes then.
+            StateError: As :meth:`counts_of`. Nothing changes then.
+        """
+        self._replayed = deque(self.counts_of(log))
+
+    def counts_of(self, log: Sequence[Any]) -> list[Counts]:
+        """Return what a log of another run has in each of the steps to come.
+
+        Raises:
+            StateError: It is no such log, or of a run that had other microbatches before.
         """
         done, replayed = list(self._done), list[Counts]()
         for number, entry in enumerate(log, 1):
@@ -114,7 +122,12 @@ class Deferral:
                 )
             done = after
             replayed.append(tuple(count for _, count in parts))
-        self._replayed = deque(replayed)
+        return replayed
+
+    def go_on_after(self, before: Deferral) -> None:
+        """Go on from those of the workers before, whose steps these workers continue under the same deadline."""
+        self.log, self.defers_nothing = before.log, before.defers_nothing
+        self._steps, self._done, self._replayed = before._steps, before._done, before._replayed
 
     def __str__(self) -> str:
         late = sum(count > 0 for count in self.deferred)

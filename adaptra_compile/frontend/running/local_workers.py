@@ -283,7 +283,15 @@ class LocalWorkers:
                     raise self._failure from error
             raise
 
-    def agreed(self, what: str, call: str, ready: Callable[[], tuple[Result, Consent]], timeout: float) -> Result:
+    def agreed(
+        self,
+        what: str,
+        call: str,
+        ready: Callable[[], tuple[Result, Consent]],
+        timeout: float,
+        *,
+        carries_deferred: bool = False,
+    ) -> Result:
         """Prepare a move and wait until every rank of the job can move. Otherwise no rank moves.
 
         Args:
@@ -291,6 +299,7 @@ class LocalWorkers:
             call: The method of the pipeline that the user has called. All ranks call it.
             ready: Prepares the move, and returns its result and this process's consent.
             timeout: Seconds to wait for the other ranks.
+            carries_deferred: Whether microbatches that are deferred to the next step are in it after the move.
 
         Returns:
             The result of ``ready``.
@@ -304,7 +313,8 @@ class LocalWorkers:
                 return self.launched.meet(timeout, self.check, consent.encode())
 
         try:
-            self.require_nothing_deferred(call)
+            if not carries_deferred:
+                self.require_nothing_deferred(call)
             for worker in self.workers:
                 worker.hand_over()
             result, consent = ready()

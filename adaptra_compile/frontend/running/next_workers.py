@@ -76,6 +76,8 @@ class NextWorkers:
             worker.go_on_at(first.numbers.training_step, first.updates)
             worker.kept.kept = first.kept.kept
             worker.go_on_with(first.owners if owners is None else owners)
+            if worker.tail is not None and first.tail is not None:
+                worker.tail.go_on_after(first.tail)
             # With another role it goes on from that of this process.
             same = earlier.get((worker.replica, worker.rank), first if worker is workers[0] else None)
             if same is not None:

@@ -266,7 +266,7 @@ class Reconfiguration:
                 prepare(stage)
             return None, Consent()
 
-        self._agreed("change", call, ready)
+        self._agreed("change", call, ready, carries_deferred=True)  # each rank keeps its stage's inputs or targets
         with self._restarting("change") as (launched, opened):
             if not launched.in_threads:
                 agree_here(launched, after.facts(), self._spec.options.timeout, self._local.check)
@@ -336,7 +336,9 @@ class Reconfiguration:
         """Tell all ranks of the job a text, and return that of each, by rank."""
         return self._local.launched.tell("change", text, self._spec.options.timeout, self._local.check)
 
-    def _agreed(self, what: str, call: str, ready: Callable[[], tuple[Result, Consent]]) -> Result:
+    def _agreed(
+        self, what: str, call: str, ready: Callable[[], tuple[Result, Consent]], *, carries_deferred: bool = False
+    ) -> Result:
         """Prepare a move and wait until every rank can make it: see :meth:`.local_workers.LocalWorkers.agreed`.
 
         Raises:
@@ -347,4 +349,5 @@ class Reconfiguration:
                 f"{call}: sites update by themselves under Options(synchrony=...), and what they have learnt "
                 "since their last exchange does not move: expected the model, roles and cut points of the first step"
             )
-        return self._local.agreed(what, call, ready, self._spec.options.timeout)
+        timeout = self._spec.options.timeout
+        return self._local.agreed(what, call, ready, timeout, carries_deferred=carries_deferred)

@@ -87,6 +87,12 @@ class DeferredMicrobatches(OpenMicrobatches):
         self.told = f"microbatches of replica {self._replica} that come first in the next step: {left}" if left else None
         return True
 
+    def go_on_after(self, before: OpenMicrobatches) -> None:
+        """As of :class:`OpenMicrobatches`: what is deferred is computed by the stage as it is now, as all of the next step."""
+        if isinstance(before, DeferredMicrobatches) and before.deferral.deadline == self.deferral.deadline:
+            self.deferral.go_on_after(before.deferral)
+            self._kept = before._kept
+
     def __str__(self) -> str:
         return str(self.deferral)
 

@@ -97,6 +97,9 @@ class OpenMicrobatches(ABC):
         """
         ...
 
+    def go_on_after(self, before: OpenMicrobatches) -> None:  # noqa: B027 - stealing begins anew with each step
+        """Go on from what the worker before has left to the next step, where it had the same mode."""
+
     def require_all(self, microbatches: int) -> None:
         """Refuse to give a step's outputs where this replica's ranks have not computed all of its microbatches.
 

@@ -1,0 +1,97 @@
+"""What is known of deferred microbatches outlives the workers: where the model changes, ranks change roles, and steps go on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from models import Example, square_loss, vectors
+from processes import run_processes
+from torch import nn
+from training import call, compiled
+
+import adaptra
+
+pytestmark = [pytest.mark.processes, pytest.mark.timed]
+
+MICROBATCHES, STEPS, WIDTH = 4, 6, 8
+EXAMPLE = Example(
+    "frozen by turns",
+    lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH)),
+    vectors(WIDTH),
+    square_loss,
+)
+FREED, SWAPPED = 1, 3
+"""The step before which a layer is frozen, with something deferred; and that before which ranks change roles."""
+
+
+def rows_of(replica: int, step: int) -> Any:
+    return EXAMPLE.rows(2 * MICROBATCHES, 100 * replica + step)
+
+
+def options(slow: str | None) -> adaptra.Options:
+    return adaptra.Options(
+        synchrony=adaptra.Deadline(0.7),
+        share=False,
+        faults=() if slow is None else (f"slow {slow} 40ms @0..{STEPS}",),
+        emulate=adaptra.EmulatedDevice(0.002, 0.002, 0.002),
+    )
+
+
+def run(slow: str | None, log: Sequence[Any] = ()) -> dict[str, Any]:
+    """Steps with a change of the model and of the roles, each behind a call that is about the step to come."""
+    found: dict[str, Any] = {"bits": [], "deferred": []}
+    model = EXAMPLE.make(torch.float32)
+    with compiled(EXAMPLE, rows_of(0, 0), stages=1, microbatches=MICROBATCHES, model=model, options=options(slow)) as pipe:
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05)
+        if log:
+            pipe.replay(log)
+        for step in range(STEPS):
+            if step == FREED:
+                next(iter(model.parameters())).requires_grad_(False)
+            if step == SWAPPED:
+                pipe.take_roles(pipe.roles.swapped(0, 1), optimizer)
+            args, kwargs = call(rows_of(pipe.replica, step))
+            if step == STEPS - 1:
+                pipe.defer_nothing()
+                next(iter(model.parameters())).requires_grad_(True)
+            pipe.step(*args, **kwargs)
+            optimizer.step()
+            optimizer.zero_grad()
+            found["bits"].append({name: one.detach().numpy().tobytes() for name, one in pipe.state_dict().items()})
+            if step == SWAPPED - 2:
+                pipe.defer_nothing()
+        found["log"] = [*pipe.exchange_log]
+    return found
+
+
+def body(_rank: int) -> dict[str, Any]:
+    first = run("1.0")
+    return {"first": first, "again": run(None, first["log"])}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Any]]:
+    return run_processes(body, 2)
+
+
+def test_each_microbatch_is_in_one_step_whatever_changes_meanwhile(ranks: list[dict[str, Any]]) -> None:
+    log = ranks[0]["first"]["log"]
+    assert [one["number"] for one in log] == [*range(1, STEPS + 1)], "it goes on over both changes"
+    done = [0, 0]
+    for step, entry in enumerate(log):
+        assert [part["first"] for part in entry["parts"]] == done
+        done = [part["first"] + part["count"] for part in entry["parts"]]
+        begun = (step + 1) * MICROBATCHES
+        if step == FREED - 1:
+            assert done != [begun, begun], "something was deferred to the step for which the model changed"
+        if step in (SWAPPED - 1, STEPS - 1):
+            assert done == [begun, begun], "the step deferred nothing, though the workers were new"
+    assert ranks[1]["first"]["log"] == log and ranks[1]["first"]["bits"] == ranks[0]["first"]["bits"]
+
+
+def test_a_log_is_replayed_over_changes(ranks: list[dict[str, Any]]) -> None:
+    for one in ranks:
+        assert one["again"]["log"] == one["first"]["log"] and one["again"]["bits"] == one["first"]["bits"]
