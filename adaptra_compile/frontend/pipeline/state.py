@@ -17,6 +17,7 @@ from adaptra.frontend.pipeline.held_session import HeldSession
 from adaptra.frontend.pipeline.sharded_optimizer import Group, Kind, Sharding, check_kind, groups_of, parameters_in
 from adaptra.frontend.saved.fitting_model import FittingModel
 from adaptra.planning.synchrony.modes import XOrder
+from adaptra.runtime.synchrony.deferral import Deferral
 from adaptra.runtime.synchrony.local_steps import LocalSteps
 from adaptra.runtime.worker.ends.x_order import XOrderSteps
 
@@ -326,11 +327,13 @@ class StateMethods(HeldSession):
     def replay(self, log: Sequence[Any]) -> None:
         """Have updates of the same gradients as a run had, from the next step on: with the same batches that gives its bits.
 
-        All ranks of the job call it, each with its own rank's :attr:`exchange_log` of that run.
+        All ranks of the job call it, each with its own rank's :attr:`exchange_log` of that run. With
+        ``adaptra.Deadline(...)`` all have the same one, and tell each other.
 
         Raises:
             OptionError: Every update has the gradients of all microbatches.
-            StateError: It is no such log. Nothing changes then.
+            StateError: It is no such log, or under a deadline that of another rank is another one. Nothing changes then.
+            PeerLostError: Another rank failed. The text names it. The pipeline has failed.
         """
         if self._is_of_all:
             if log:
@@ -339,7 +342,12 @@ class StateMethods(HeldSession):
                     "log of such a run, which is empty"
                 )
             return
-        (self._require().workers[0].logged or self._apart("replay")).replay(log)
+        session = self._require()
+        logged = session.workers[0].logged or self._apart("replay")
+        if isinstance(logged, Deferral):
+            session.synchrony.replay(log, logged)
+        else:
+            logged.replay(log)
 
     @property
     def _is_of_all(self) -> bool:

@@ -6,8 +6,10 @@ to the last bit where the next mode begins, and no gradient is lost or counted t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -39,6 +41,7 @@ from adaptra.runtime.launch.agreement import agree_here
 from adaptra.runtime.launch.launch import sites_of
 from adaptra.runtime.options.stage_options import Synchrony, check_synchrony
 from adaptra.runtime.reconfigure.consent import Consent
+from adaptra.runtime.synchrony.deferral import Deferral
 from adaptra.runtime.worker.worker import Worker
 from adaptra.runtime.world.world import WorkerId, World
 
@@ -117,6 +120,17 @@ class SynchronyChanges:
         step = local.workers[0].numbers.training_step
         self.last = f"from {mode_text(before)} to {mode_text(mode)} before step {step}, in {time.monotonic() - began:.2f} s"
         local.workers[0].controller.recorder.emit_now(EventKind.MODE, self.last)
+
+    def replay(self, log: Sequence[Any], deferral: Deferral) -> None:
+        """Replay a log of steps with a deadline, the same on all ranks: see :meth:`adaptra.frontend.api.Pipeline.replay`."""
+
+        def ready() -> tuple[None, Consent]:
+            counts = deferral.counts_of(log)
+            digest = hashlib.sha256(repr(counts).encode()).hexdigest()[:16]
+            return None, Consent(alike=(("log", f"one of {len(counts)} steps with the digest {digest}"),))
+
+        self._local.agreed("replay", "replay", ready, self._spec.options.timeout, carries_deferred=True)
+        deferral.replay(log)
 
     def following(self, mode: Synchrony, scaler: torch.amp.GradScaler | None = None, call: str = "") -> World:
         """Return the world of a mode.

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from errors_table import check_documented
 from models import Example, square_loss, vectors
 from processes import run_processes
+from test_refused_sites import message
 from torch import nn
 from training import call, compiled
 
@@ -67,9 +69,23 @@ def run(slow: str | None, log: Sequence[Any] = ()) -> dict[str, Any]:
     return found
 
 
-def body(_rank: int) -> dict[str, Any]:
+def refused(rank: int) -> tuple[str, str]:
+    """What a replay is refused for where ranks have other logs. Then all replay the same one."""
+    with compiled(EXAMPLE, rows_of(0, 0), stages=1, microbatches=MICROBATCHES, options=options(None)) as pipe:
+        logs = [[{"number": 1, "parts": [{"first": 0, "count": count}] * 2}] for count in (2, 3)]
+        found = message(lambda: pipe.replay(logs[rank]))
+        pipe.replay(logs[0])
+        args, kwargs = call(rows_of(pipe.replica, 0))
+        pipe.step(*args, **kwargs)
+        assert pipe.exchange_log == logs[0]
+        pipe.defer_nothing()
+        pipe.step(*args, **kwargs)
+    return found
+
+
+def body(rank: int) -> dict[str, Any]:
     first = run("1.0")
-    return {"first": first, "again": run(None, first["log"])}
+    return {"first": first, "again": run(None, first["log"]), "refused": refused(rank)}
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +111,11 @@ def test_each_microbatch_is_in_one_step_whatever_changes_meanwhile(ranks: list[d
 def test_a_log_is_replayed_over_changes(ranks: list[dict[str, Any]]) -> None:
     for one in ranks:
         assert one["again"]["log"] == one["first"]["log"] and one["again"]["bits"] == one["first"]["bits"]
+
+
+def test_ranks_that_replay_other_logs_are_refused(ranks: list[dict[str, Any]]) -> None:
+    row = "…: nothing has moved, since the … of rank … is …, and that of rank 0 …: expected the same on every rank"
+    for one in ranks:
+        kind, text = one["refused"]
+        check_documented(kind, text, row)
+        assert text.startswith("replay: nothing has moved, since the log of rank 1 is one of 1 steps with the digest ")
