@@ -54,6 +54,7 @@ def run(slow: str | None, log: Sequence[Any] = ()) -> dict[str, Any]:
             if step == FREED:
                 next(iter(model.parameters())).requires_grad_(False)
             if step == SWAPPED:
+                assert pipe.roles is not None
                 pipe.take_roles(pipe.roles.swapped(0, 1), optimizer)
             args, kwargs = call(rows_of(pipe.replica, step))
             if step == STEPS - 1:
