@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from adaptra.errors import OptionError, PipelineError, StateError
+from adaptra.errors import AdaptraError, PipelineError
 from adaptra.frontend.running.kept_state import KeptState
 from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.running.synchrony_changes import SynchronyChanges, mode_text
@@ -88,8 +88,8 @@ class ModeTrial:
                 otherwise.
 
         Raises:
-            OptionError, StateError: As :meth:`.synchrony_changes.SynchronyChanges.take`. Updates are exact then, and nothing
-                else has changed.
+            OptionError, PlanError, StateError: As :meth:`.synchrony_changes.SynchronyChanges.take`. Updates are exact then, and
+                nothing else has changed.
             PipelineError: It is to be known whether anything is slow, and no step has run. Nothing has changed.
         """
         self._local.require_running()
@@ -114,8 +114,9 @@ class ModeTrial:
         modes: tuple[Synchrony, ...] = (EXACT, *allow)
         try:
             tried = [self._tried(mode, loop, kept, rounds, steps) for mode in modes]
-        except (OptionError, StateError):
+        except AdaptraError:
             if self._local.go_on:  # all ranks have refused a mode
+                self._go_back(kept)
                 self._take(EXACT, loop)
             raise
         # Each rank knows the same figures. The first one's decision holds, should another round a sum in another way.
@@ -139,7 +140,7 @@ class ModeTrial:
         self._local.agreed(self._call, self._call, ready, self._timeout)
 
     def _regime(self) -> Regime | None:
-        """Return what is slow, the same on all ranks, as each knows the times of all; None if no step has run in this mode."""
+        """Return what is slow, the same on all ranks, as each knows the times of all; None if one has no step in this mode."""
         worker, launched = self._local.workers[0], self._local.launched
         steps: list[tuple[float, float, float | None]] = []
         for records in worker.monitor.kept:
@@ -148,10 +149,9 @@ class ModeTrial:
                 busy = sum(end - start for _, start, end in records.ops) / microbatches
                 exposed = None if records.reduce is None else records.reduce.exposed
                 steps.append((busy, records.end - records.start, exposed))
-        if not steps:
-            return None
-        own = times_of(launched.world.seat(launched.world.hosted(launched.process)[0]).place, steps)
-        return Regime.of([WorkerTimes.decode(text) for text in self._tell(own.encode())])
+        place = launched.world.seat(launched.world.hosted(launched.process)[0]).place
+        told = self._tell(times_of(place, steps).encode() if steps else "")  # all tell, as others wait for it
+        return Regime.of([WorkerTimes.decode(text) for text in told]) if all(told) else None
 
     def _take(self, mode: Synchrony, loop: TrainingLoop) -> None:
         self._changes.take(mode, loop.optimizer, loop.scaler, self._call)
