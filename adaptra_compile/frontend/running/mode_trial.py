@@ -106,6 +106,7 @@ class ModeTrial:
         self._changes.regime = regime or self._changes.regime
         steps = max(one.every if isinstance(one, Local) else _STEPS for one in allow)
         self._take(EXACT, loop)
+        log = self._changes.log
 
         def keep() -> tuple[KeptState, Consent]:
             return KeptState(self._local, loop.optimizer, loop.scaler), Consent()
@@ -118,11 +119,13 @@ class ModeTrial:
             if self._local.go_on:  # all ranks have refused a mode
                 self._go_back(kept)
                 self._take(EXACT, loop)
+                self._changes.log = log
             raise
         # Each rank knows the same figures. The first one's decision holds, should another round a sum in another way.
         chosen = int(self._tell(str(choose(tried)))[0])
         self._take(EXACT, loop)  # so that the chosen mode begins at its own first step, also if it was the last one tried
         self._take(modes[chosen], loop)
+        self._changes.log = log  # of the user's own steps
         trial = Trial(tuple(tried), steps, chosen, "" if regime is None else str(regime))
         self._local.workers[0].controller.recorder.emit_now(EventKind.TRIAL, str(trial))
         return trial
