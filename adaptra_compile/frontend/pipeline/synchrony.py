@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from adaptra.checks import is_list_of, is_whole
 from adaptra.errors import OptionError
+from adaptra.frontend.arguments.call_batches import CallBatch, inputs_and_targets
+from adaptra.frontend.arguments.step_arguments import StepArguments
 from adaptra.frontend.pipeline.attached_optimizer import given_or_attached
 from adaptra.frontend.pipeline.layout import LayoutMethods
 from adaptra.frontend.running.mode_trial import TrainingLoop
-from adaptra.planning.synchrony.modes import BesideExact, check_allowed
+from adaptra.planning.synchrony.modes import BesideExact, Deadline, check_allowed
 from adaptra.planning.synchrony.trial import LEAST_ROUNDS, Trial
 from adaptra.runtime.options.stage_options import Synchrony
 
 
 class SynchronyMethods(LayoutMethods):
     """What shows and changes the mode of synchronisation of a pipeline between two steps."""
+
+    _arguments: StepArguments
 
     @property
     def synchrony(self) -> Synchrony:
@@ -108,10 +111,25 @@ class SynchronyMethods(LayoutMethods):
             self._scaler,
         )
         allowed = session.allowed_modes if allow is None else allow
-        check = partial(_check_trial, batches, allowed, rounds, of_compile=self._batches is not None)
+
+        def check() -> None:
+            _check_trial(batches, allowed, rounds, of_compile=self._batches is not None)
+            for mode in allowed:
+                if isinstance(mode, Deadline):
+                    given = [_batch_of(self._arguments, batch) for batch in batches]
+                    session.batches.require_one_shape(f"settle_synchrony: {mode}", given)
+
         trial = session.trial("settle_synchrony").run(loop, allowed, rounds, check, where_due=allow is None)
         self._losses = losses
         return trial
+
+
+def _batch_of(arguments: StepArguments, given: Any) -> CallBatch:
+    """Return a batch of a trial as a step takes it."""
+    by_name = {key: one for key, one in given.items() if key != "outputs"} if isinstance(given, Mapping) else {}
+    by_place = () if isinstance(given, Mapping) else inputs_and_targets(tuple(given), "settle_synchrony: a batch")
+    inputs, targets = (*by_place, None, None)[:2]
+    return CallBatch.of(arguments, *arguments.resolve(inputs, targets, by_name))
 
 
 def _called(call: Callable[..., Any], batch: Any) -> Any:

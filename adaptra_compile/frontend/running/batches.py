@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from adaptra.errors import BatchError
+from adaptra.errors import BatchError, OptionError
+from adaptra.frontend.arguments.call_batches import CallBatch
 from adaptra.frontend.planned.stage_planning import PipelineSpec
 from adaptra.frontend.running.local_workers import LocalWorkers
 from adaptra.frontend.shapes.agreement import agree_on_shape
@@ -118,6 +119,33 @@ class Batches:
         split = self._split_inputs(inputs), self._split_targets(targets) if with_loss else ()
         self.shapes.use_first()
         return ShapedBatch(FIRST, *split, (), self._compiled)
+
+    def require_one_shape(self, what: str, given: Sequence[CallBatch]) -> None:
+        """Refuse a deadline for training batches of other shapes than that of compilation.
+
+        Args:
+            what: The deadline, and where it was given.
+            given: The batches of steps to come. What the pipeline has trained on counts beside them.
+
+        Raises:
+            OptionError: Names the shape.
+        """
+        if not self.shapes.can_vary:  # then no step has another one
+            return
+        formats = self._compiled.inputs, self._compiled.targets
+        others = [f"batches of {one}, on which this job has trained" for one in self.shapes.trained()]
+        for number, batch in enumerate(given):
+            if not (batch.args or batch.kwargs):  # those of a rank that gives targets alone
+                continue
+            inputs = formats[0].flatten(batch.args, batch.kwargs, any_size=True)
+            targets = [] if batch.targets is None else formats[1].flatten(batch.targets, any_size=True)
+            if not self.shapes.is_first(inputs, targets):
+                others.append(f"batch {number} of {', '.join(str(tuple(one.shape)) for one in inputs)}")
+        if others:
+            raise OptionError(
+                f"{what} with {others[0]}: expected training batches of the shape for which the pipeline was compiled, as "
+                "those that are deferred to a step are computed with its own"
+            )
 
     @property
     def replica(self) -> int:

@@ -94,7 +94,7 @@ class ModeTrial:
         """
         self._local.require_running()
         self._local.meet_sites(self._call)
-        self._agree(loop, allow, rounds, check)
+        self._agree(loop, allow, rounds, check, where_due=where_due)
         regime = self._regime()
         if where_due:
             if regime is None:
@@ -130,15 +130,18 @@ class ModeTrial:
         self._local.workers[0].controller.recorder.emit_now(EventKind.TRIAL, str(trial))
         return trial
 
-    def _agree(self, loop: TrainingLoop, allow: Sequence[BesideExact], rounds: int, check: Callable[[], None]) -> None:
+    def _agree(
+        self, loop: TrainingLoop, allow: Sequence[BesideExact], rounds: int, check: Callable[[], None], *, where_due: bool
+    ) -> None:
         """Refuse a trial of modes that the job can't have, or for which ranks have different arguments."""
 
         def ready() -> tuple[None, Consent]:
             check()
             for mode in allow:
-                self._changes.following(mode, loop.scaler, self._call)
+                self._changes.require(mode, loop.scaler, self._call)
+            source = "Options(synchrony=adaptra.Auto(...))" if where_due else "allow="
             alike = ("allow", repr([*allow])), ("number of rounds", str(rounds)), ("number of batches", str(len(loop.batches)))
-            return None, Consent(alike=alike)
+            return None, Consent(alike=(("source of modes", source), *alike))
 
         self._local.agreed(self._call, self._call, ready, self._timeout)
 

@@ -82,7 +82,7 @@ class SynchronyChanges:
         """
         local, launched = self._local, self._local.launched
         local.require_running()
-        if launched.in_threads or launched.job.keeper is not None:  # which are exact as long as they run
+        if self._stays_exact:
             self.following(mode)
             return
         before = local.synchrony
@@ -90,12 +90,9 @@ class SynchronyChanges:
 
         def ready() -> tuple[tuple[World, PlannedPipeline], Consent]:
             refuse_autocast(call)
-            following = self.following(mode, scaler, call)
-            planned = self._spec.under(mode).within(following).planned(local.compiled)
-            if isinstance(mode, WithinStep):
-                check_within_step(mode, planned, following, in_order=launched.in_order)
+            wanted = self.planned(mode, scaler, call)
             self._check(call, optimizer)
-            return (following, planned), Consent(alike=self._alike(mode, optimizer, scaler))
+            return wanted, Consent(alike=self._alike(mode, optimizer, scaler))
 
         following, planned = local.agreed(call, call, ready, self._spec.options.timeout)
         if mode == before:
@@ -120,6 +117,35 @@ class SynchronyChanges:
         step = local.workers[0].numbers.training_step
         self.last = f"from {mode_text(before)} to {mode_text(mode)} before step {step}, in {time.monotonic() - began:.2f} s"
         local.workers[0].controller.recorder.emit_now(EventKind.MODE, self.last)
+
+    def planned(self, mode: Synchrony, scaler: torch.amp.GradScaler | None, call: str) -> tuple[World, PlannedPipeline]:
+        """Return the world of a mode, and what runs in it. Arguments are those of :meth:`take`.
+
+        Raises:
+            OptionError, PlanError: The job can't have it; says why.
+        """
+        following = self.following(mode, scaler, call)
+        planned = self._spec.under(mode).within(following).planned(self._local.compiled)
+        if isinstance(mode, WithinStep):
+            check_within_step(mode, planned, following, in_order=self._local.launched.in_order)
+        return following, planned
+
+    def require(self, mode: Synchrony, scaler: torch.amp.GradScaler | None, call: str) -> None:
+        """Refuse a mode that this job can't have, before anything changes. Arguments are those of :meth:`take`.
+
+        Raises:
+            OptionError, PlanError: Says why.
+        """
+        if self._stays_exact:
+            self.following(mode, scaler, call)
+        else:
+            self.planned(mode, scaler, call)
+
+    @property
+    def _stays_exact(self) -> bool:
+        """Whether every mode is exact as long as the job runs."""
+        launched = self._local.launched
+        return launched.in_threads or launched.job.keeper is not None
 
     def replay(self, log: Sequence[Any], deferral: Deferral) -> None:
         """Replay a log of steps with a deadline, the same on all ranks: see :meth:`adaptra.frontend.api.Pipeline.replay`."""

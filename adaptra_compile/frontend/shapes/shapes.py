@@ -151,6 +151,10 @@ class Shapes:
         found = [one for known in self._known.values() for one in (known.shape.larger, known.shape.smaller)]
         return list({id(one): one for one in found if one is not None and one is not self._first}.values())
 
+    def trained(self) -> list[str]:
+        """Return the names of shapes beside the first that steps have trained on."""
+        return [known.name for known in self._known.values() if known.shape.trains]
+
     def use_first(self) -> None:
         """Count a use of the shape for which the pipeline was compiled."""
         self._uses_of_first += 1
