@@ -61,6 +61,7 @@ class SynchronyMethods(LayoutMethods):
         allow: Sequence[BesideExact] | None = None,
         rounds: int = 5,
         update: Callable[[], None] | None = None,
+        keep: Sequence[Any] | None = None,
     ) -> Trial | None:
         """Try modes of synchronisation from the state as it is, and go on with what takes off the most loss in a second.
 
@@ -69,9 +70,9 @@ class SynchronyMethods(LayoutMethods):
         batches, by :meth:`eval_step`, before and after. Seconds are those of the slowest rank. Another mode than exact goes on
         only if it was faster beyond chance, see ``docs/design/synchrony.md``. All ranks take the same decision.
 
-        Then parameters, buffers, the optimizer, random numbers and the number of the next step are what they were. Where exact
-        goes on, later steps have the bits that they would have had. Local steps that ran before have ended, as by
-        :meth:`take_synchrony`.
+        Then parameters, buffers, the optimizer, random numbers, the number of the next step and what ``keep`` names are what
+        they were. Where exact goes on, later steps have the bits that they would have had. Local steps that ran before have
+        ended, as by :meth:`take_synchrony`.
 
         Args:
             batches: Batches of this replica, each what :meth:`step` takes: a tuple of inputs and targets, or a mapping of
@@ -82,6 +83,8 @@ class SynchronyMethods(LayoutMethods):
             rounds: The number of rounds, at least 3.
             update: What your loop does after a step, such as clipping, the optimizer's step and ``zero_grad()``. By default the
                 optimizer's step, through :meth:`grad_scaler` if there is one, and ``zero_grad()``.
+            keep: What else ``update`` changes, such as a scheduler of the learning rate or an average of the parameters. Each
+                has ``state_dict()`` and ``load_state_dict()``. Give an empty list if it changes nothing else.
 
         Returns:
             The figures and the decision. Its text is that of the event ``trial``. None if no trial was due.
@@ -109,11 +112,13 @@ class SynchronyMethods(LayoutMethods):
             batches,
             stepping,
             self._scaler,
+            [] if keep is None else keep,
         )
         allowed = session.allowed_modes if allow is None else allow
 
         def check() -> None:
             _check_trial(batches, allowed, rounds, of_compile=self._batches is not None)
+            _check_kept(keep, stepping, updates=update is not None)
             for mode in allowed:
                 if isinstance(mode, Deadline):
                     given = [_batch_of(self._arguments, batch) for batch in batches]
@@ -154,3 +159,24 @@ def _check_trial(batches: Any, allow: Any, rounds: Any, *, of_compile: bool) -> 
     check_allowed("settle_synchrony", allow)
     if not is_whole(rounds) or rounds < LEAST_ROUNDS:
         raise OptionError(f"settle_synchrony: rounds={rounds!r}: expected a whole number of at least {LEAST_ROUNDS}")
+
+
+def _check_kept(keep: Any, optimizer: torch.optim.Optimizer, *, updates: bool) -> None:
+    """Refuse what a trial can't put back. ``updates`` says whether the user's function steps the optimizer.
+
+    Raises:
+        OptionError: Names the argument.
+    """
+    has_state = is_list_of(object, keep) and all(
+        callable(getattr(one, name, None)) for one in keep for name in ("state_dict", "load_state_dict")
+    )
+    if keep is not None and not has_state:
+        raise OptionError(
+            f"settle_synchrony: keep={keep!r:.80}: expected a list of what has state_dict() and load_state_dict(), such as a "
+            "scheduler"
+        )
+    if keep is None and updates and any("initial_lr" in group for group in optimizer.param_groups):
+        raise OptionError(
+            "settle_synchrony: update=… and no keep=, with an optimizer whose rate follows a scheduler: expected "
+            "keep=[scheduler], as later steps would go on from a trial's; or keep=[] if update does not step it"
+        )

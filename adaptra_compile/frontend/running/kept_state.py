@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -22,9 +22,16 @@ class KeptState:
         local: The workers of this process.
         optimizer: Steps their parameters.
         scaler: Scales their gradients; None if none does.
+        others: Whatever else the training changes, each with ``state_dict()`` and ``load_state_dict()``.
     """
 
-    def __init__(self, local: LocalWorkers, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> None:
+    def __init__(
+        self,
+        local: LocalWorkers,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler | None,
+        others: Sequence[Any] = (),
+    ) -> None:
         self._local = local
         self._optimizer = optimizer
         self._scaler = scaler
@@ -33,6 +40,7 @@ class KeptState:
         self._states: Mapping[Tensor, Any] = {one: deepcopy(state) for one, state in optimizer.state.items()}
         self._groups = [_settings(group) for group in optimizer.param_groups]
         self._scaler_state = None if scaler is None else deepcopy(scaler.state_dict())
+        self._others = [(one, deepcopy(one.state_dict())) for one in others]
         self._step, self._updates = local.workers[0].numbers.training_step, local.workers[0].updates
         self._generators = [(one, state_of(one)) for one in global_generators().values()]
         self._on_device = torch.cuda.get_rng_state(local.launched.device) if local.launched.device.type == "cuda" else None
@@ -51,6 +59,8 @@ class KeptState:
             group.update(deepcopy(kept))
         if self._scaler is not None and self._scaler_state is not None:
             self._scaler.load_state_dict(deepcopy(self._scaler_state))
+        for one, state in self._others:
+            one.load_state_dict(deepcopy(state))
         for worker in self._local.workers:
             worker.go_on_at(self._step, self._updates)
         for generator, state in self._generators:

@@ -40,6 +40,7 @@ class TrainingLoop:
         batches: The batches of this replica.
         optimizer: The optimizer.
         scaler: Scales gradients; None if none does.
+        others: What else an update changes, each with ``state_dict()`` and ``load_state_dict()``.
     """
 
     step: Callable[[Any], object]
@@ -48,6 +49,7 @@ class TrainingLoop:
     batches: Sequence[Any]
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler | None
+    others: Sequence[Any]
 
     def batches_of(self, number: int, steps: int) -> list[Any]:
         """Return the batches of a round, which begin again after the last one."""
@@ -109,7 +111,7 @@ class ModeTrial:
         log = self._changes.log
 
         def keep() -> tuple[KeptState, Consent]:
-            return KeptState(self._local, loop.optimizer, loop.scaler), Consent()
+            return KeptState(self._local, loop.optimizer, loop.scaler, loop.others), Consent()
 
         kept = self._local.agreed(self._call, self._call, keep, self._timeout)
         modes: tuple[Synchrony, ...] = (EXACT, *allow)
@@ -207,7 +209,8 @@ class ModeTrial:
         loop.step(batch)
 
     def _go_back(self, kept: KeptState) -> None:
-        kept.go_back()
+        with self._local.changing(self._call):
+            kept.go_back()
         self._local.on_every_rank(Worker.begin_exchanges, self._call)
 
     def _tell(self, text: str) -> list[str]:

@@ -141,11 +141,43 @@ def refused_in_the_midst(_rank: int) -> tuple[Any, ...]:
         return found
 
 
+def scheduled(_rank: int) -> dict[str, Any]:
+    """Rates and an average of the parameters, both of the user's update, without a trial and with one before a step."""
+    found: dict[str, Any] = {}
+    for name in ("none", "trial"):
+        with job() as pipe:
+            optimizer = sgd(pipe)
+            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.1)
+            average = torch.optim.swa_utils.AveragedModel(nn.ParameterList(pipe.parameters()))
+
+            def update(average: Any = average, optimizer: Any = optimizer, scheduler: Any = scheduler) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+                average.update_parameters(average.module)
+
+            rates: list[float] = []
+            for step in range(4):
+                if name == "trial" and step == 1:
+                    given: Any = {"batches": [batch(pipe.replica, 9)], "allow": [STEALING], "rounds": 3, "update": update}
+                    wrong: Any = {**given, "keep": [scheduler, 3]}
+                    found["keep"] = message(lambda wrong=wrong: pipe.settle_synchrony(**wrong))
+                    found["forgotten"] = message(lambda given=given: pipe.settle_synchrony(**given))
+                    pipe.settle_synchrony(**given, keep=[scheduler, average])
+                pipe.step(*batch(pipe.replica, step))
+                update()
+                rates.append(optimizer.param_groups[0]["lr"])
+            averaged = {key: one.numpy().tobytes() for key, one in average.state_dict().items()}
+            found[name] = rates, averaged, state_of(pipe)
+    return found
+
+
 def body(rank: int) -> dict[str, Any]:
     return {
         "door": refused_at_the_door(rank),
         "log": log_of_the_users_steps(rank),
         "midst": refused_in_the_midst(rank),
+        "scheduled": scheduled(rank),
     }
 
 
@@ -177,3 +209,31 @@ def test_the_log_after_a_trial_is_that_of_the_users_own_steps(ranks: list[dict[s
 def test_a_mode_that_is_refused_later_leaves_exact_updates_of_the_state_before(ranks: list[dict[str, Any]]) -> None:
     for one in ranks:
         assert one["midst"] == ("PlanError", "exact", True)
+
+
+def test_what_the_users_update_changes_is_put_back(ranks: list[dict[str, Any]]) -> None:
+    """Stealing has the bits of exact, so whichever goes on, no later step may differ."""
+    for one in ranks:
+        rates, _, _ = one["scheduled"]["none"]
+        assert rates == pytest.approx([0.1, 0.1, 0.01, 0.01])
+        assert one["scheduled"]["trial"] == one["scheduled"]["none"]
+
+
+@pytest.mark.parametrize(
+    ("what", "row"),
+    [
+        (
+            "keep",
+            "settle_synchrony: keep=…: expected a list of what has state_dict() and load_state_dict(), such as a scheduler",
+        ),
+        (
+            "forgotten",
+            "settle_synchrony: update=… and no keep=, with an optimizer whose rate follows a scheduler: expected "
+            "keep=[scheduler], as later steps would go on from a trial's; or keep=[] if update does not step it",
+        ),
+    ],
+)
+def test_what_can_not_be_put_back_is_refused(ranks: list[dict[str, Any]], what: str, row: str) -> None:
+    for one in ranks:
+        kind, text = one["scheduled"][what]
+        check_documented(kind, text, row)
