@@ -175,9 +175,11 @@ class StateMethods(HeldSession):
         """Return the state of the stages in this process, by its names in the user's model: the tensors, not copies.
 
         Without a launcher this is the whole model. Under torchrun it is this rank's part, to be saved by every rank in its own
-        file. For a file of the whole model, use :meth:`full_state_dict`.
+        file. For a file of the whole model, use :meth:`full_state_dict`. Where microbatches are deferred to the next step, the
+        log says that they are not in it.
         """
         session = self._require()
+        session.local.warn_of_deferred("state_dict")
         return session.held.named(session.held.tensors)
 
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -187,7 +189,7 @@ class StateMethods(HeldSession):
         result, and every other rank for a few messages. All names are included, and those of a tied parameter have one tensor.
         Buffers that are not persistent are not included. Extra state of modules is, as ``get_extra_state`` gives it. The
         tensors are copies in CPU memory, with the dtypes of the model. If replicas have different buffers, the first replica's
-        are returned.
+        are returned. Where microbatches are deferred to the next step, the log says that they are not in it.
 
             state = pipe.full_state_dict()
             if rank == 0:
@@ -200,7 +202,9 @@ class StateMethods(HeldSession):
             PipelineError: The pipeline is closed or has failed.
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.
         """
-        return self._require().held.whole()
+        session = self._require()
+        session.local.warn_of_deferred("full_state_dict")
+        return session.held.whole()
 
     def load_state_dict(self, state: Mapping[str, Tensor], strict: bool = True) -> None:
         """Copy values into the stages of this process. A checkpoint of the plain model works on every rank.

@@ -64,6 +64,7 @@ class LocalWorkers:
         self.redone: RedoneCalls | None = None
         self.shards: weakref.WeakKeyDictionary[torch.optim.Optimizer, ShardedParameters] = weakref.WeakKeyDictionary()
         self._failure: BaseException | None = None
+        self._warned: set[str] = set()
         self.calls: Calls | None = None
         job = launched.job
         if isinstance(job, Job) and job.ranks > 1:
@@ -337,6 +338,16 @@ class LocalWorkers:
                 "that defers nothing, for which all ranks call pipe.defer_nothing() before"
             )
 
+    def warn_of_deferred(self, call: str) -> None:
+        """Log once for a method that what it returns lacks microbatches, if any are deferred to the next step."""
+        deferral = self.workers[0].deferral
+        if deferral is not None and any(deferral.deferred) and call not in self._warned:
+            self._warned.add(call)
+            logger.warning(
+                f"{call}: {sum(deferral.deferred)} microbatches are deferred to the next step, and are not in this state: call "
+                "pipe.defer_nothing() before the step after which you save"
+            )
+
     def defer_nothing(self) -> None:
         """Have the next step take in all microbatches.
 
@@ -369,12 +380,6 @@ class LocalWorkers:
         if self.calls is not None:
             self.calls.close(informs=True)
         was_open = self._end.alive
-        deferral = self.workers[0].deferral
-        if was_open and self.go_on and deferral is not None and deferral.deferred[deferral.replica]:
-            logger.warning(
-                f"{deferral.deferred[deferral.replica]} microbatches of replica {deferral.replica} were deferred to a step "
-                "that does not come: call pipe.defer_nothing() before the last step"
-            )
         self._end()
         self.redone = None  # which refers to this
         self.launched.job.leave()
@@ -409,7 +414,16 @@ def _call(method: weakref.WeakMethod[Callable[[Exception], None]], error: Except
 def _end_for_good(
     workers: Sequence[Worker], threads: ThreadPoolExecutor | None, recorders: Recorders, launched: Launch
 ) -> None:
-    """Close all workers of this process, having told the others that it leaves the job."""
+    """Close all workers of this process, having told the others that it leaves the job.
+
+    It also ends a process that has not closed its pipeline.
+    """
+    deferral = workers[0].deferral
+    if deferral is not None and deferral.deferred[deferral.replica] and not any(worker.has_failed for worker in workers):
+        logger.warning(
+            f"{deferral.deferred[deferral.replica]} microbatches of replica {deferral.replica} were deferred to a step "
+            "that does not come: call pipe.defer_nothing() before the last step"
+        )
     launched.membership.leave()
     _end(workers, threads, recorders, launched)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,9 +86,28 @@ def refused(rank: int) -> tuple[str, str]:
     return found
 
 
+def warned(_rank: int) -> list[str]:
+    """What the log says of a state without what is deferred, and of an end without a close."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("adaptra").addHandler(handler)
+    example: Any = {"example_inputs": (rows_of(0, 0)[0], rows_of(0, 0)[2]), "loss": EXAMPLE.loss, "options": options("1.0")}
+    pipe = adaptra.compile(EXAMPLE.make(torch.float32), stages=1, microbatches=MICROBATCHES, **example)
+    args, kwargs = call(rows_of(pipe.replica, 0))
+    pipe.step(*args, **kwargs)
+    for _ in range(2):
+        pipe.full_state_dict()
+        pipe.state_dict()
+    del pipe
+    gc.collect()
+    logging.getLogger("adaptra").removeHandler(handler)
+    return [line for line in lines if "deferred" in line]
+
+
 def body(rank: int) -> dict[str, Any]:
     first = run("1.0")
-    return {"first": first, "again": run(None, first["log"]), "refused": refused(rank)}
+    return {"first": first, "again": run(None, first["log"]), "refused": refused(rank), "warned": warned(rank)}
 
 
 @pytest.fixture(scope="module")
@@ -120,3 +141,13 @@ def test_ranks_that_replay_other_logs_are_refused(ranks: list[dict[str, Any]]) -
         kind, text = one["refused"]
         check_documented(kind, text, row)
         assert text.startswith("replay: nothing has moved, since the log of rank 1 is one of 1 steps with the digest ")
+
+
+def test_the_log_warns_of_what_is_not_in_a_state_and_of_what_is_never_computed(ranks: list[dict[str, Any]]) -> None:
+    for replica, one in enumerate(ranks):
+        full, own, *ended = one["warned"]
+        assert full.startswith("full_state_dict: ") and own.startswith("state_dict: ")
+        assert "microbatches are deferred to the next step, and are not in this state" in full
+        assert ended or replica == 0, "the slow replica has deferred some"
+        for text in ended:
+            assert f"microbatches of replica {replica} were deferred to a step that does not come" in text
