@@ -14,6 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from adaptra.graph.ops.layout import StrideNumbers
 from adaptra.graph.ops.specs import MessageSpec
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 
@@ -44,7 +45,9 @@ class SharedBatch:
     ) -> None:
         self._stage = stage
         self._inputs: Final[MessageSpec] = tuple(inputs)
-        self._specs: Final[MessageSpec] = (*inputs, *targets)
+        self._taken: Final[MessageSpec] = (*inputs, *targets)
+        self._strides = StrideNumbers(self._taken)
+        self._specs: Final[MessageSpec] = self._strides.specs
         self._shared = shared
         self._others = {replica: worker for replica, worker in enumerate(workers) if worker != job.rank and self._specs}
         self._replica = list(workers).index(job.rank)
@@ -68,22 +71,22 @@ class SharedBatch:
             step: The step.
             inputs, targets: The tensors per microbatch, where the stage takes any.
         """
-        takes_inputs, takes_targets = bool(self._inputs), len(self._specs) > len(self._inputs)
-        tensors = [
-            tensor
-            for microbatch in self._shared
-            for tensor in (*(inputs[microbatch] if takes_inputs else ()), *(targets[microbatch] if takes_targets else ()))
-        ]
-        self._begin(step, tensors)
+        takes_inputs, takes_targets = bool(self._inputs), len(self._taken) > len(self._inputs)
+        self._begin(
+            step,
+            [
+                (*(inputs[microbatch] if takes_inputs else ()), *(targets[microbatch] if takes_targets else ()))
+                for microbatch in self._shared
+            ],
+        )
 
     def begin_closed_step(self, step: int) -> None:
         """Send all others zeros, as nobody may take any in this step."""
-        tensors = [
+        zeros = [
             torch.zeros(spec.shape, dtype=spec.dtype, device=torch.device("cpu") if spec.stays_on_host else self._device)
-            for _ in self._shared
-            for spec in self._specs
+            for spec in self._taken
         ]
-        self._begin(step, tensors)
+        self._begin(step, [zeros for _ in self._shared])
 
     def has(self, replica: int) -> bool:
         """Return whether those of another replica have arrived."""
@@ -107,9 +110,10 @@ class SharedBatch:
         """End the thread."""
         self._thread.shutdown()
 
-    def _begin(self, step: int, tensors: Sequence[Tensor]) -> None:
+    def _begin(self, step: int, microbatches: Sequence[Sequence[Tensor]]) -> None:
         if not self._others:
             return
+        tensors = [tensor for microbatch in microbatches for tensor in self._strides.beside(microbatch)]
         if self._beside is not None:
             self._beside.wait_stream(torch.cuda.current_stream(self._device))
         self._arriving = self._thread.submit(self._exchange, step, tensors)
@@ -127,7 +131,7 @@ class SharedBatch:
             return ()
         count, tensors = len(self._specs), self._arriving.result()[replica].wait(self._timeout)
         first = self._shared.index(microbatch) * count
-        return tensors[first : first + count]
+        return self._strides.restore(tensors[first : first + count])
 
     def _identity(self, step: int, replica: int) -> Identity:
         purpose = Purpose.INPUT if self._inputs else Purpose.TARGET

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from adaptra.graph.ops.layout import StrideNumbers
 from adaptra.graph.ops.specs import TensorSpec
 from adaptra.program import Program
 from adaptra.program.verify import verify
@@ -113,7 +114,7 @@ def routed_executor(
 ) -> Executor:
     """A rank's executor, whose stages are those of several replicas, with its transport's buffers reserved."""
     monitor = monitor or Monitor(rank, program.placement)
-    batch_shapes = BatchShapes(SPEC, SPEC, SPEC)
+    batch_shapes = BatchShapes(StrideNumbers(SPEC), StrideNumbers(SPEC), SPEC)
     messages = ProgramMessages(program, [shapes] * program.stages, batch_shapes, transport, monitor, timeout, time.monotonic)
     executor = Executor(program, rank, stages, messages, Pacing(None, ()), monitor, time.monotonic)
     transport.reserve(executor.receive_counts)

@@ -187,13 +187,10 @@ class Executor:
                     self._messages.send(op, self._sent(op))
             case Kind.SEND_INPUT:
                 with named(op):
-                    self._messages.send(op, tuple(now.inputs[microbatch]))
+                    self._messages.send_inputs(op, now.inputs[microbatch])
             case Kind.SEND_TARGET:
                 with named(op):
-                    targets = now.targets[microbatch]
-                    device = targets[0].device if targets else None  # kernels pack what lies together
-                    asks = torch.full((1,), now.asks, dtype=torch.uint8, device=device)
-                    self._messages.send(op, (*targets, asks))
+                    self._messages.send_targets(op, now.targets[microbatch], asks=now.asks)
             case Kind.RECV_F | Kind.RECV_B | Kind.RECV_W | Kind.RECV_INPUT | Kind.RECV_TARGET:
                 self._messages.post(op)
             case Kind.RECV_RESULT | Kind.RECV_SUM | Kind.RECV_BUFFERS:
@@ -267,18 +264,18 @@ class Executor:
 
     def _inputs_of(self, op: Op, now: ExecutedStep) -> Sequence[Tensor]:
         """Return an F's inputs: of this rank's replica, or from another one."""
-        sent = self._messages.take_if_sent(Kind.RECV_INPUT, op)
+        sent = self._messages.take_inputs(op)
         return now.inputs[op.microbatch] if sent is None else sent
 
     def _targets_of(self, op: Op, now: ExecutedStep) -> Sequence[Tensor]:
         """Return an F's targets, once it is known whether another replica asks for outputs."""
-        sent = self._messages.take_if_sent(Kind.RECV_TARGET, op)
+        sent = self._messages.take_targets(op)
         if sent is None:
             return now.targets[op.microbatch]
-        *targets, asks = sent
+        targets, asks = sent
         if op.replica in now.unasked:
             now.unasked.remove(op.replica)
-            if now.on_asked is not None and asks.item():
+            if now.on_asked is not None and asks:
                 now.on_asked(op.replica)
         return targets
 

@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from adaptra.graph.ops.layout import StrideNumbers
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import INPUT_GRADIENT, RECEIVED_BY, RULE, SENT_BY, other_end, peer_stage
@@ -32,14 +33,14 @@ class BatchShapes:
     """The tensors of one microbatch.
 
     Attributes:
-        inputs: The model's inputs, as the first stage takes them.
-        targets: The loss's targets, as the last stage takes them.
+        inputs: The model's inputs, as the first stage takes them, and their strides.
+        targets: The loss's targets, as the last stage takes them, and their strides.
         results: What the last stage returns.
     """
 
-    inputs: MessageSpec = ()
-    targets: MessageSpec = ()
-    results: MessageSpec = ()
+    inputs: StrideNumbers
+    targets: StrideNumbers
+    results: MessageSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,25 @@ class ProgramMessages:
         """Send the message of a SEND."""
         received = other_end(op)
         self._transport.send(self._program.rank_of(received), self._identity(op, received), tensors)
+
+    def send_inputs(self, op: Op, inputs: Sequence[Tensor]) -> None:
+        """Send the inputs of a microbatch."""
+        self.send(op, self._batch.inputs.beside(inputs))
+
+    def send_targets(self, op: Op, targets: Sequence[Tensor], *, asks: bool) -> None:
+        """Send the targets of a microbatch, and whether its replica asks for outputs."""
+        device = targets[0].device if targets else None  # kernels pack what lies together
+        self.send(op, (*self._batch.targets.beside(targets), torch.full((1,), asks, dtype=torch.uint8, device=device)))
+
+    def take_inputs(self, op: Op) -> tuple[Tensor, ...] | None:
+        """Return what :meth:`send_inputs` has sent for an F, with its strides; None if its inputs are here."""
+        sent = self.take_if_sent(Kind.RECV_INPUT, op)
+        return None if sent is None else self._batch.inputs.restore(sent)
+
+    def take_targets(self, op: Op) -> tuple[tuple[Tensor, ...], bool] | None:
+        """Return what :meth:`send_targets` has sent for an F, with its strides; None if its targets are here."""
+        sent = self.take_if_sent(Kind.RECV_TARGET, op)
+        return None if sent is None else (self._batch.targets.restore(sent[:-1]), bool(sent[-1]))
 
     def take(self, op: Op, offset: int, on_message: Callable[[int], None] | None = None) -> tuple[Tensor, ...]:
         """Wait for the message from the stage at this offset that a compute op needs, and return its tensors.
@@ -335,9 +355,9 @@ class ProgramMessages:
             case Kind.SEND_F | Kind.SEND_B:
                 return shapes.of(sent.microbatch)[sent.kind is Kind.SEND_B]
             case Kind.SEND_INPUT:
-                return self._batch.inputs
+                return self._batch.inputs.specs
             case Kind.SEND_TARGET:
-                return (*self._batch.targets, _ASKED)
+                return (*self._batch.targets.specs, _ASKED)
             case Kind.SEND_RESULT:
                 return self._batch.results
             case Kind.SEND_BUFFERS:

@@ -10,6 +10,7 @@ from typing import Final
 
 from adaptra.errors import PlanError
 from adaptra.graph import CompiledStages
+from adaptra.graph.ops.layout import StrideNumbers
 from adaptra.graph.round_messages import round_edges
 from adaptra.planning.check_memory import check_memory
 from adaptra.planning.least_memory import plan_least_memory
@@ -192,7 +193,7 @@ class RankPrograms:
         context = self._context
         carrier = self._carrier_of(lowered)
         first, last = self._compiled.train[0], self._compiled.train[-1]
-        batch = BatchShapes(first.inputs, last.targets, last.outputs)
+        batch = BatchShapes(StrideNumbers(first.inputs), StrideNumbers(last.targets), last.outputs)
         timeout = context.options.timeout
         mark, told = context.clock.mark, context.monitor
         messages = ProgramMessages(lowered, shapes, batch, carrier, told, timeout, mark, code, ends_early=is_open)
