@@ -43,8 +43,11 @@ class StolenGradients(Gradients):
         self._kept.setdefault(microbatch, []).append(None if gradient is None else gradient.clone())
 
     def take(self, microbatch: int) -> list[Tensor | None]:
-        """Return the gradients of a microbatch, in the order of W's results, and keep them no longer."""
-        return self._kept.pop(microbatch)
+        """Return the gradients of a microbatch, in the order of W's results, and keep them no longer.
+
+        There are none of a stage without trainable parameters.
+        """
+        return self._kept.pop(microbatch, [])
 
 
 class PackedTensors:
@@ -60,6 +63,10 @@ class PackedTensors:
         lines = [flat_bytes((spec,)) for spec in (TensorSpec((len(specs),), torch.uint8), *specs)]
         *begins, self._size = accumulate(lines)
         self._places = [slice(begin, begin + spec.bytes) for begin, spec in zip(begins, specs, strict=True)]
+
+    def __bool__(self) -> bool:
+        """Whether there are any, and so a message."""
+        return bool(self._specs)
 
     @property
     def spec(self) -> MessageSpec:

@@ -144,8 +144,9 @@ class StolenMicrobatches(OpenMicrobatches):
         self._parts.batch.end_step()  # what follows travels on the same channel
         for held in sorted(one for one in self.slots.held if not self.is_own(one)):
             _, gradients = self._foreign(held.replica)
-            packed = self._packed.pack([*gradients.take(held.microbatch), *self._results.pop(held, ())])
-            self._job.send(self._workers[held.replica], self._identity(held), (packed,))
+            tensors = [*gradients.take(held.microbatch), *self._results.pop(held, ())]
+            if self._packed:
+                self._job.send(self._workers[held.replica], self._identity(held), (self._packed.pack(tensors),))
             self.stolen += 1
         self._take_home(results)
         return bool(self.slots.takers and self._parts.results)
@@ -171,6 +172,11 @@ class StolenMicrobatches(OpenMicrobatches):
     def _take_home(self, results: dict[int, tuple[Tensor, ...]]) -> None:
         takers = sorted(self.slots.takers.items())
         self.told = self._text(takers) if takers else None
+        self.given += len(takers)
+        if not self._packed:  # a stage in the middle, without trainable parameters
+            for microbatch, _ in takers:
+                self._parts.stage.add_from_elsewhere(microbatch, ())
+            return
         memory = [self._packed.empty() for _ in takers[:2]]  # one arrives while another one is added
         arriving: list[Pending] = []
         for number, (microbatch, _) in enumerate(takers):
@@ -182,7 +188,6 @@ class StolenMicrobatches(OpenMicrobatches):
             self._parts.stage.add_from_elsewhere(microbatch, unpacked[:count])
             if self._parts.results:
                 results[microbatch] = tuple(one.clone() for one in unpacked[count:] if one is not None)
-            self.given += 1
 
     def _text(self, takers: Sequence[tuple[int, int]]) -> str:
         by = {
