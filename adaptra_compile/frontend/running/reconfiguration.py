@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from adaptra.collectives.seconds import SumPlan
 from adaptra.errors import AdaptraError, OptionError, PipelineError
 from adaptra.frontend.followed.following import Following
+from adaptra.frontend.planned.open_tails import check_within_step
 from adaptra.frontend.planned.stage_planning import PipelineSpec, PlannedPipeline
 from adaptra.frontend.running.held_state import HeldState
 from adaptra.frontend.running.hosted_batches import HostedBatches
@@ -25,6 +26,7 @@ from adaptra.graph.inner_compiler import prepare
 from adaptra.graph.stages.stages import TrainStage
 from adaptra.planning.layouts.layout_change import RoleChange, SplitChange
 from adaptra.planning.remedies.bandwidth_remedies import choose_split
+from adaptra.planning.synchrony.modes import WithinStep
 from adaptra.program.placement import stages_of
 from adaptra.program.roles import Roles
 from adaptra.runtime.control.calls import CHANGED_MODEL
@@ -86,6 +88,7 @@ class Reconfiguration:
 
         def ready() -> tuple[dict[int, Handover], Consent]:
             (held,) = self._leaving("roles", optimizer)
+            self._check_mode(self._local.planned)
             for stage in graphs:
                 prepare(stage)
             leaving = dict.fromkeys(receivers, held)
@@ -185,7 +188,19 @@ class Reconfiguration:
         return self._spec.under(self._local.synchrony)
 
     def _cut(self, captured: Captured, positions: tuple[int, ...]) -> PlannedPipeline:
-        return self._spec_now.prepare(captured.cut(positions))
+        planned = self._spec_now.prepare(captured.cut(positions))
+        self._check_mode(planned)
+        return planned
+
+    def _check_mode(self, after: PlannedPipeline) -> None:
+        """Refuse stages or roles under which it can't be decided within a step who computes what, as the mode of now has it.
+
+        Raises:
+            OptionError, PlanError: As :func:`.open_tails.check_within_step`.
+        """
+        mode, launched = self._local.synchrony, self._local.launched
+        if isinstance(mode, WithinStep):
+            check_within_step(mode, after, launched.world, in_order=launched.in_order)
 
     def _cut_transfers(self, after: Sequence[TrainStage]) -> list[Transfer[str]]:
         """Return the transfers within this process's pipeline to the stages of another cut."""
@@ -262,6 +277,7 @@ class Reconfiguration:
         """Continue with other stages of the same cut. No state moves between processes."""
 
         def ready() -> tuple[None, Consent]:
+            self._check_mode(after)
             for stage in (one for worker in self._local.workers for one in self._stages_of(worker.rank, after.compiled.train)):
                 prepare(stage)
             return None, Consent()

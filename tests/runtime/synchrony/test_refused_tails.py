@@ -23,6 +23,23 @@ from adaptra.program.schedules import generate
 NORMED = Example("normed", lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), vectors(WIDTH), square_loss)
 PLAIN = Example("plain", lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), vectors(WIDTH), square_loss)
 
+
+class Observing(nn.Module):
+    """Counts its forwards while it observes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.zeros(()))
+        self.observes = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.observes:
+            self.seen += 1.0
+        return self.layer(x) + self.seen
+
+
 DEADLINE, STEALING = adaptra.Deadline(0.7), adaptra.Stealing()
 
 
@@ -101,8 +118,18 @@ def refused_by_a_job(_rank: int) -> dict[str, tuple[str, str]]:
             local = pipe._session.local
             check_within_step(adaptra.Stealing(), local.planned, local.launched.world, in_order=True)
 
+    def followed() -> tuple[str, str]:
+        example = Example("observing", Observing, vectors(WIDTH), square_loss)
+        model: Any = example.make()
+        options, (args, kwargs) = adaptra.Options(synchrony=STEALING), call(example.rows(ROWS, 0))
+        with compiled(example, example.rows(ROWS, 0), stages=1, microbatches=2, model=model, options=options) as pipe:
+            pipe.step(*args, **kwargs)
+            model.observes = True
+            return message(lambda: pipe.step(*args, **kwargs))
+
     return {
         "in order": message(in_order),
+        "followed": followed(),
         "buffers": make(NORMED, 1, 2),
         "microbatches": make(PLAIN, 1, 1),
         "one microbatch": make(PLAIN, 1, 1, DEADLINE),
@@ -113,15 +140,16 @@ def refused_by_a_job(_rank: int) -> dict[str, tuple[str, str]]:
 
 @pytest.mark.processes
 def test_a_job_refuses_what_others_can_not_compute() -> None:
+    buffers = (
+        "synchrony=stealing with the buffer …, which forwards change in microbatch order: expected a model without such buffers"
+    )
     rows = {
         "in order": (
             "synchrony=… with a transport that has one queue for all messages between two ranks, as NCCL has: "
             "expected another one"
         ),
-        "buffers": (
-            "synchrony=stealing with the buffer …, which forwards change in microbatch order: expected a model without such "
-            "buffers"
-        ),
+        "buffers": buffers,
+        "followed": buffers,
         "microbatches": (
             "synchrony=stealing with … microbatches: expected more than the … stages, as a replica keeps as many of its "
             "first ones"
