@@ -23,7 +23,7 @@ from adaptra.frontend.arguments.shared_models import Sharing
 from adaptra.frontend.followed.following import Following
 from adaptra.frontend.losses.batch_look import BatchLook, example_weights
 from adaptra.frontend.losses.rows_together import rows_together
-from adaptra.frontend.planned.open_tails import check_within_step
+from adaptra.frontend.planned.open_tails import check_within_step, require_tail_memory
 from adaptra.frontend.planned.site_memory import require_site_memory
 from adaptra.frontend.planned.stage_planning import PipelineSpec, PlannedPipeline
 from adaptra.frontend.planned.worker_factory import close_all, open_recorders, states_with_guests
@@ -149,6 +149,8 @@ def _check_compiled(request: CompileArguments, planned: PlannedPipeline, launche
     for mode in request.options.possible_synchrony:
         if isinstance(mode, WithinStep):
             check_within_step(mode, planned, launched.world, in_order=launched.in_order)
+            parameters = dict(model.named_parameters(remove_duplicate=False))
+            require_tail_memory(mode, planned, launched, parameters, request.options.timeout)
         elif isinstance(mode, Apart):
             sites_of(launched.world, mode)
     refuse_shared_memory(model, planned.compiled, request.placed, launched, is_empty=is_empty)

@@ -47,7 +47,7 @@ def free_memory(launched: Launch, devices: Mapping[int, torch.device], timeout: 
     return tuple(min(shares[host] for host in column) for column in columns)
 
 
-def require_host_memory(launched: Launch, needed: int, what: str, timeout: float) -> None:
+def require_host_memory(launched: Launch, needed: int, what: str, timeout: float, device: torch.device | None = None) -> None:
     """Refuse what does not fit the memory of a host. All ranks of the job call it together, and refuse it alike.
 
     Args:
@@ -55,19 +55,21 @@ def require_host_memory(launched: Launch, needed: int, what: str, timeout: float
         needed: The bytes that this process needs.
         what: What needs them, for the error's text.
         timeout: Seconds to wait for the other ranks.
+        device: The device whose memory counts instead of the host's; all ranks give theirs, or none does.
 
     Raises:
         OptionError: It does not fit; names the host's ranks, the bytes needed and those that are free.
         LaunchError, ControlError: As :func:`free_memory`.
     """
-    own = encode({"place": _place(torch.device("cpu")), "needed": needed, "free": free_on(torch.device("cpu"))})
+    where, on = ("host", torch.device("cpu")) if device is None else ("device", device)
+    own = encode({"place": _place(on), "needed": needed, "free": free_on(on)})
     told = decode_all(launched.tell("host memory", own, timeout), "host memory")
     for place in dict.fromkeys(one.text("place") for one in told):
         ranks = [rank for rank, one in enumerate(told) if one.text("place") == place]
         together, free = sum(told[rank].whole("needed") for rank in ranks), min(told[rank].whole("free") for rank in ranks)
         if together > free:
             raise OptionError(
-                f"{what}: it needs {size_text(together)} of memory on the host of rank {', '.join(map(str, ranks))}, where "
+                f"{what}: it needs {size_text(together)} of memory on the {where} of rank {', '.join(map(str, ranks))}, where "
                 f"{size_text(free)} are free: expected that it fits"
             )
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from torch import Tensor
+
 from adaptra.errors import OptionError
 from adaptra.frontend.planned.stage_planning import PlannedPipeline
 from adaptra.planning.check_memory import check_memory
 from adaptra.planning.synchrony.modes import Stealing, WithinStep
 from adaptra.program.open_tail import open_tail
-from adaptra.program.placement import has_several
+from adaptra.program.placement import has_several, stages_of
+from adaptra.runtime.launch.free_memory import require_host_memory
+from adaptra.runtime.launch.launch import Launch
 from adaptra.runtime.world.world import World
 
 
@@ -48,3 +54,35 @@ def check_within_step(mode: WithinStep, planned: PlannedPipeline, world: World, 
         if holds:
             raise OptionError(f"synchrony={mode} with {what}: expected {expected}")
     check_memory(f"synchrony={mode}", open_tail(program, mode.extra_slots(microbatches)), case.cost)
+
+
+def require_tail_memory(
+    mode: WithinStep, planned: PlannedPipeline, launched: Launch, parameters: Mapping[str, Tensor], timeout: float
+) -> None:
+    """Refuse stealing where what a rank keeps for it does not fit. All ranks refuse it alike.
+
+    A rank keeps the weight gradients of what it takes until its own program has ended. They leave in a message of the host's
+    memory each, and two such messages arrive at a time. Inputs and targets of the other replicas are there for the whole step.
+
+    Args:
+        mode: How it is decided within a step who computes what; after :func:`check_within_step`.
+        planned: The pipeline.
+        launched: The rank of this process.
+        parameters: At least those of its stage, by name.
+        timeout: Seconds to wait for the other ranks.
+
+    Raises:
+        OptionError: It does not fit the memory of a device, or of a host.
+    """
+    if not isinstance(mode, Stealing):
+        return
+    stages, placement, program = planned.compiled.train, planned.initial.case.placement, planned.initial.program
+    (stage,) = (stages[number] for rank in launched.ranks for number in stages_of(rank, placement))
+    most = mode.extra_slots(program.microbatches)
+    gradients = sum(parameters[name].nbytes for name in stage.contributions)
+    taken = (*(stage.inputs if stage.index == 0 else ()), *stage.targets)
+    batches = (launched.world.replicas - 1) * (program.microbatches - len(stages)) * sum(spec.bytes for spec in taken)
+    what, host = f"synchrony={mode}", (most + 2) * gradients + batches
+    if launched.device.type == "cuda":
+        require_host_memory(launched, most * gradients + batches, what, timeout, launched.device)
+    require_host_memory(launched, host, what, timeout)

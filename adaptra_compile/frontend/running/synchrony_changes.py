@@ -16,7 +16,7 @@ import torch
 
 from adaptra.errors import OptionError, StateError
 from adaptra.frontend.arguments.arguments import check_synchronised, refuse_scaler
-from adaptra.frontend.planned.open_tails import check_within_step
+from adaptra.frontend.planned.open_tails import check_within_step, require_tail_memory
 from adaptra.frontend.planned.site_memory import require_site_memory
 from adaptra.frontend.planned.stage_planning import PipelineSpec, PlannedPipeline
 from adaptra.frontend.running.local_workers import LocalWorkers
@@ -101,6 +101,9 @@ class SynchronyChanges:
             sizes = [one.element_size() for worker in local.workers for one in worker.trainable.values()]
             smallest = min(sizes, default=4)
             require_site_memory(mode, planned, launched, following, smallest, self._spec.options.timeout)
+        if isinstance(mode, WithinStep):
+            (worker,) = local.workers
+            require_tail_memory(mode, planned, launched, worker.state, self._spec.options.timeout)
         began = time.monotonic()
         if launched.world.sites > 1:
             local.on_every_rank(Worker.exchange, call)

@@ -19,6 +19,7 @@ from adaptra.frontend.arguments.arguments import CompileArguments
 from adaptra.frontend.planned.open_tails import check_within_step
 from adaptra.planning.routes.joined_programs import join
 from adaptra.program.schedules import generate
+from adaptra.runtime.launch import free_memory
 
 NORMED = Example("normed", lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)), vectors(WIDTH), square_loss)
 PLAIN = Example("plain", lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), vectors(WIDTH), square_loss)
@@ -127,7 +128,21 @@ def refused_by_a_job(_rank: int) -> dict[str, tuple[str, str]]:
             model.observes = True
             return message(lambda: pipe.step(*args, **kwargs))
 
+    def too_large() -> tuple[tuple[str, str], tuple[str, str]]:
+        free_on = free_memory.free_on
+        with compiled(PLAIN, PLAIN.rows(ROWS, 0), stages=1, microbatches=2) as pipe:
+            optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+            free_memory.free_on = lambda device: 1 << 10  # type: ignore[assignment]
+            later = message(lambda: pipe.take_synchrony(STEALING, optimizer))
+            at_first = make(PLAIN, 1, 2)
+            free_memory.free_on = free_on
+            pipe.take_synchrony(STEALING, optimizer)
+        return at_first, later
+
+    at_first, later = too_large()
     return {
+        "memory": at_first,
+        "memory of a running job": later,
         "in order": message(in_order),
         "followed": followed(),
         "buffers": make(NORMED, 1, 2),
@@ -143,11 +158,14 @@ def test_a_job_refuses_what_others_can_not_compute() -> None:
     buffers = (
         "synchrony=stealing with the buffer …, which forwards change in microbatch order: expected a model without such buffers"
     )
+    memory = "synchrony=stealing: it needs … of memory on the host of rank …, where … are free: expected that it fits"
     rows = {
         "in order": (
             "synchrony=… with a transport that has one queue for all messages between two ranks, as NCCL has: "
             "expected another one"
         ),
+        "memory": memory,
+        "memory of a running job": memory,
         "buffers": buffers,
         "followed": buffers,
         "microbatches": (
