@@ -190,7 +190,8 @@ class Pipeline(SynchronyMethods, ObservationMethods):
                 itself, also needed on the first stage's rank.
             outputs: Whether to return the model's outputs beside the loss. With True the rank of the last stage has them. Each
                 rank may decide for itself, in each step. With ``"all"`` all ranks have them. Then all ranks of the job give
-                it in the same step, and wait until the outputs have been sent.
+                it in the same step, and wait until the outputs have been sent. Under :class:`adaptra.Stealing` and
+                :class:`adaptra.Deadline` all ranks of a pipeline give the same, as it then computes its whole batch itself.
             kwargs: The model's keyword inputs. Needed on the first stage's rank. ``inputs=`` and ``targets=`` by name are the
                 arguments above, unless the model's forward has arguments of these names. With ``loss=`` given, ``targets=`` is
                 always the loss's.
@@ -207,7 +208,8 @@ class Pipeline(SynchronyMethods, ObservationMethods):
             BatchError: The batch has no weight (``reduction="weighted"``). Then gradients are unchanged and the next step may
                 follow. Or the batch differs from those the pipeline was compiled for. Without a launcher nothing has changed
                 then, and the next step may follow. Under a launcher the pipeline fails on all ranks. Or ranks of a replica
-                got different rows in an earlier call. Then the text names the call, the ranks and the arguments.
+                got different rows in an earlier call. Then the text names the call, the ranks and the arguments. Or only some
+                ranks ask for outputs where all have to.
             OptionError: An output does not reach the last stage. The text names it. Or this process has an Accelerator of
                 accelerate with an engine or a precision of its own.
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.

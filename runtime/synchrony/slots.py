@@ -39,6 +39,7 @@ class Slots(ABC):
         held: What the slots hold that are known.
         takers: By whom each of this replica's microbatches is computed that another has taken, once it is known.
         has_ended: Whether all further slots are empty.
+        asks: Whether the rank of the first stage asks for the step's outputs; elsewhere once all slots are known.
     """
 
     def __init__(self, replica: int, microbatches: int) -> None:
@@ -48,6 +49,7 @@ class Slots(ABC):
         self.held: list[SlotMicrobatch] = []
         self.takers: Mapping[int, int] = {}
         self.has_ended = False
+        self.asks = False
 
     def begin_step(self, step: int, first: range, *, is_open: bool) -> None:
         """Begin a step.
@@ -100,7 +102,7 @@ class Slots(ABC):
         return sum(one.replica == self._replica and one.microbatch >= 0 for one in self.held)
 
     def _spec(self) -> MessageSpec:
-        return (TensorSpec((self._microbatches + 2,), torch.int64, stays_on_host=True),)
+        return (TensorSpec((self._microbatches + 3,), torch.int64, stays_on_host=True),)
 
     def _identity(self, stage: int) -> Identity:
         return Identity(self._step, Purpose.SLOT, 0, stage, len(self.held), self._spec())
@@ -176,11 +178,11 @@ class DecidedSlots(Slots):
 
     def _end(self, own: int) -> None:
         takers = [self.takers.get(microbatch, _END) for microbatch in range(self._microbatches)]
-        self._tell((_END, own, *takers))
+        self._tell((_END, own, self.asks, *takers))
         self.has_ended = True
 
     def _tell(self, numbers: Sequence[int]) -> None:
-        told = torch.tensor([*numbers, *[0] * (self._microbatches + 2 - len(numbers))], dtype=torch.int64)
+        told = torch.tensor([*numbers, *[0] * (self._microbatches + 3 - len(numbers))], dtype=torch.int64)
         for stage, rank in enumerate(self._placement[1:], 1):
             self._transport.send(rank, self._identity(stage), (told,))
 
@@ -306,13 +308,13 @@ class ToldSlots(Slots):
             self._take(self._arriving)
 
     def _take(self, pending: Pending) -> None:
-        replica, microbatch, *takers = pending.wait(self._timeout)[0].tolist()
+        replica, microbatch, asks, *takers = pending.wait(self._timeout)[0].tolist()
         self._transport.release(pending)
         self._arriving = None
         if replica == _END:
             self.held += [SlotMicrobatch(self._replica, one) for one in range(self.own, microbatch)]
             self.takers = {one: taker for one, taker in enumerate(takers) if taker != _END}
-            self.has_ended = True
+            self.has_ended, self.asks = True, bool(asks)
         else:
             self.held.append(SlotMicrobatch(replica, microbatch))
             self._arriving = self._transport.receive(self._source, self._identity(self._stage))

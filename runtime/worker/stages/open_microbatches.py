@@ -104,8 +104,13 @@ class OpenMicrobatches(ABC):
         """Refuse to give a step's outputs where this replica's ranks have not computed all of its microbatches.
 
         Raises:
-            BatchError: They have not, as the first stage's rank decided otherwise.
+            BatchError: They have not, or need not have, as the first stage's rank decided otherwise.
         """
+        if not self.slots.asks:
+            raise BatchError(
+                "outputs: this rank asks for them in this step, the rank of the first stage does not: expected that all ranks "
+                "of a pipeline ask for outputs in the same steps, where it is decided within a step who computes what"
+            )
         if self.slots.own < microbatches:
             raise BatchError(
                 f"outputs: {self.slots.own} of {microbatches} microbatches were computed here in this step: expected that all "

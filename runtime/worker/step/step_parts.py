@@ -206,7 +206,9 @@ class StepParts:
         self._begin_stages(shape.stages, outputs, loss_scale, steps_before)
         self._foreign.begin_step(step, program, self.end.sums, loss_scale, steps_before)
         if self.tail is not None:
-            is_open = shape.shape.number == FIRST and not asks
+            self.tail.slots.asks = asks
+            # Only the first stage's rank decides. Others, of which some may ask alone, do what fits either.
+            is_open = shape.shape.number == FIRST and not (asks and 0 in self.factory.own)
             self.tail.begin_step(step, inputs, targets, loss_scale, steps_before, is_open=is_open)
         with self.end.adding():
             results = executor.run(

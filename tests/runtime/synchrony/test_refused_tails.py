@@ -253,3 +253,38 @@ def test_what_would_lose_deferred_microbatches_is_refused() -> None:
             if kind != "PeerLostError":  # the other rank was first
                 check_documented(kind, text, row)
         assert "PeerLostError" not in (first[name][0], second[name][0]) or first[name][0] != second[name][0]
+
+
+def refused_outputs(_rank: int) -> list[tuple[bool, tuple[str, str]]]:
+    """Outputs on the first stage's rank alone, and then on the last one's alone, in each mode."""
+    found: list[tuple[bool, tuple[str, str]]] = []
+    rows = 2 * MICROBATCHES
+    args, kwargs = call(PLAIN.rows(rows, 0))
+    for mode in (STEALING, adaptra.Deadline(1.0)):
+        options = adaptra.Options(synchrony=mode, share=False)
+        with compiled(PLAIN, PLAIN.rows(rows, 0), stages=2, microbatches=MICROBATCHES, options=options) as pipe:
+            pipe.step(*args, **kwargs, outputs=pipe.rank % 2 == 0)
+            _, outputs = pipe.step(*args, **kwargs, outputs=True)
+            is_last = outputs is not None
+
+            def twice(pipe: adaptra.Pipeline = pipe, is_last: bool = is_last) -> None:
+                for _ in range(2):  # another rank may hear of it only in the next step
+                    pipe.step(*args, **kwargs, outputs=is_last)
+
+            found.append((is_last, message(twice)))
+    return found
+
+
+@pytest.mark.processes
+def test_outputs_on_the_last_stage_alone_are_refused() -> None:
+    row = (
+        "outputs: this rank asks for them in this step, the rank of the first stage does not: expected that all ranks of a "
+        "pipeline ask for outputs in the same steps, where it is decided within a step who computes what"
+    )
+    ranks = run_processes(refused_outputs, 4)
+    for of_mode in zip(*ranks, strict=True):
+        assert [is_last for is_last, _ in of_mode] == [False, True, False, True]
+        refused = [told for is_last, told in of_mode if is_last and told[0] != "PeerLostError"]
+        assert refused
+        for kind, text in refused:
+            check_documented(kind, text, row)
