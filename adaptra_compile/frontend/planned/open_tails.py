@@ -34,6 +34,7 @@ def check_within_step(mode: WithinStep, planned: PlannedPipeline, world: World, 
     stages, microbatches = len(compiled.train), program.microbatches
     steals = isinstance(mode, Stealing)
     changing = compiled.changing_in(*range(stages)) if steals else ()
+    how = "forwards change in microbatch order" if compiled.captured is not None else "a stage given as a module may change"
     reasons = {
         "one replica": (world.replicas == 1, "several"),
         "a rank that hosts several workers": (len(set(world.hosts)) < len(world.hosts), "a rank for each"),
@@ -43,7 +44,7 @@ def check_within_step(mode: WithinStep, planned: PlannedPipeline, world: World, 
             if steals
             else "at least 2, as a replica computes one in each step",
         ),
-        f"the buffer {changing[0] if changing else ''}, which forwards change in microbatch order": (
+        f"the buffer {changing[0] if changing else ''}, which {how}": (
             bool(changing),
             "a model without such buffers",
         ),

@@ -82,7 +82,7 @@ def forward_part(traced: TracedPiece, outputs: Sequence[fx.Node], absent: Collec
     Side effects that need absent inputs, such as targets, are left out.
     """
     nodes = [node for node in traced.module.graph.nodes if node.op == "call_function" and node in traced.forward]
-    effects = [node for node in nodes if changes_in_place(node.target) or changes_unsaid(node.target)]
+    effects = [node for node in nodes if changes_in_place(node.target) or changes_unsaid(node)]
     if absent:
         effects = [node for node in effects if not _needs(node, nodes, absent)]
     return _in_order(_closure([*outputs, *effects], nodes), nodes)

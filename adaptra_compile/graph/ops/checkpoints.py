@@ -92,7 +92,7 @@ def repeatable(forward: Iterable[fx.Node]) -> frozenset[fx.Node]:
         number = node.meta.get(_REGION)
         if number is None or any(user.meta.get(_REGION) != number for user in node.users if user in nodes):
             continue
-        if is_random(node.target, node.args, node.kwargs) or changes_unsaid(node.target):
+        if is_random(node.target, node.args, node.kwargs) or changes_unsaid(node):
             continue
         source = node.all_input_nodes[0] if node.target is operator.getitem else None
         touches = {_memory(one) for one in (node, *node.all_input_nodes)}

@@ -36,14 +36,22 @@ def changes_in_place(op: Any) -> bool:
     return isinstance(op, OpOverload) and bool(op._schema.is_mutable)
 
 
-def changes_unsaid(op: Any) -> bool:
-    """Return whether an op may change arguments without its schema saying so: normalisation and its running statistics."""
-    return any(word in str(op) for word in ("batch_norm", "instance_norm")) and "backward" not in str(op)
+def changes_unsaid(node: fx.Node) -> bool:
+    """Return whether a node may change arguments without its op's schema saying so: normalisation and its running statistics.
+
+    One that uses its statistics, as in evaluation, changes none.
+    """
+    op = node.target
+    if "backward" in str(op) or not any(word in str(op) for word in ("batch_norm", "instance_norm")):
+        return False
+    arguments: Any = op._schema.arguments if isinstance(op, OpOverload) else ()
+    given = dict(zip((one.name for one in arguments), node.args, strict=False)) | node.kwargs
+    return not any(given.get(name) is False for name in ("training", "use_input_stats"))
 
 
 def changed_by(node: fx.Node) -> list[fx.Node]:
     """Return the nodes whose values a node changes in place: those in its op's schema, and running statistics."""
-    if changes_unsaid(node.target):
+    if changes_unsaid(node):
         return [one for one in node.all_input_nodes if one.op == "placeholder"]
     found: list[fx.Node] = []
     fx.map_arg(written_by(node.target, node.args, node.kwargs), found.append)

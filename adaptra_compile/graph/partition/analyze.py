@@ -96,7 +96,7 @@ def _both_ways(work: Work, result: Any, arguments: Iterable[Tensor]) -> float:
 
 
 def _statistics(node: fx.Node, values: Mapping[fx.Node, Any]) -> list[Tensor]:
-    if not changes_unsaid(node.target):
+    if not changes_unsaid(node):
         return []
     return [values[one] for one in node.all_input_nodes if one.op == "placeholder" and not values[one].requires_grad]
 

@@ -54,6 +54,17 @@ def test_statistics_are_those_of_plain_torch(kind: str) -> None:
     train_and_compare(model, copy.deepcopy(model))
 
 
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True)])
+def test_statistics_change_only_where_they_are_taken(norm: nn.Module) -> None:
+    x = torch.randn(4, 4, 3)
+    changing: list[list[str]] = []
+    for trains in (True, False):
+        model = nn.Sequential(nn.Conv1d(4, 4, 1), copy.deepcopy(norm).train(trains))
+        with adaptra.compile(model, stages=1, microbatches=2, example_inputs=(x, x), loss=F.mse_loss) as pipe:
+            changing.append(pipe.session.compiled.changing_in(0))
+    assert "1.running_mean" in changing[0] and not changing[1]
+
+
 def test_a_list_of_stages_keeps_a_cumulative_average() -> None:
     torch.manual_seed(0)
     first, last = nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4, momentum=None)), nn.Conv1d(4, 4, 1)

@@ -128,6 +128,19 @@ def refused_by_a_job(_rank: int) -> dict[str, tuple[str, str]]:
             model.observes = True
             return message(lambda: pipe.step(*args, **kwargs))
 
+    def of_a_list() -> tuple[str, str]:
+        args, _, targets = NORMED.rows(ROWS, 0)
+        options: dict[str, Any] = {"options": adaptra.Options(synchrony=STEALING), "microbatches": 2, "loss": square_loss}
+        return message(lambda: adaptra.compile([NORMED.make().eval()], stages=1, example_inputs=(args, targets), **options))
+
+    def frozen() -> None:
+        """Statistics that are only used are no such buffers."""
+        model: Any = NORMED.make()
+        model[1].eval()
+        options, (args, kwargs) = adaptra.Options(synchrony=STEALING), call(NORMED.rows(ROWS, 0))
+        with compiled(NORMED, NORMED.rows(ROWS, 0), stages=1, microbatches=2, model=model, options=options) as pipe:
+            pipe.step(*args, **kwargs)
+
     def too_large() -> tuple[tuple[str, str], tuple[str, str]]:
         free_on = free_memory.free_on
         with compiled(PLAIN, PLAIN.rows(ROWS, 0), stages=1, microbatches=2) as pipe:
@@ -139,8 +152,10 @@ def refused_by_a_job(_rank: int) -> dict[str, tuple[str, str]]:
             pipe.take_synchrony(STEALING, optimizer)
         return at_first, later
 
+    frozen()
     at_first, later = too_large()
     return {
+        "list": of_a_list(),
         "memory": at_first,
         "memory of a running job": later,
         "in order": message(in_order),
@@ -163,6 +178,10 @@ def test_a_job_refuses_what_others_can_not_compute() -> None:
         "in order": (
             "synchrony=… with a transport that has one queue for all messages between two ranks, as NCCL has: "
             "expected another one"
+        ),
+        "list": (
+            "synchrony=stealing with the buffer …, which a stage given as a module may change: expected a model without such "
+            "buffers"
         ),
         "memory": memory,
         "memory of a running job": memory,
