@@ -34,7 +34,7 @@ def all_reduce(tensor: Tensor, group: ProcessGroup | None = None, *, mean: bool 
         LaunchError: There is no process group, or this process is no member.
     """
     check_summand(tensor, mean=mean)
-    peers_of(group, how or Reduce()).combine(tensor, f"all_reduce({described(tensor)}, mean={mean}) by {how}", mean=mean)
+    peers_of(group, how or Reduce()).combine(tensor, f"all_reduce({described(tensor)}, mean={mean})", mean=mean)
 
 
 def reduce_scatter(
@@ -57,7 +57,7 @@ def reduce_scatter(
     if len(peers.ranks) == 1:
         output.view(-1).copy_(parts[0])
         return
-    with peers.meeting(f"reduce_scatter({described(input)}, mean={mean}) by {how}"):
+    with peers.meeting(f"reduce_scatter({described(input)}, mean={mean})"):
         peers.sums.reduce_scatter(output.view(-1), parts, mean=mean)
         peers.sums.check()
 

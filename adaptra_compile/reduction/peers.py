@@ -70,6 +70,7 @@ class Peers:
         _joined[name] += 1
         members = Members(f"adaptra/reduction/{name}/{_joined[name]}", self.rank, len(self.ranks))
         self._one_at_a_time = threading.Lock()
+        self._how: Final = how
         self._number = 0
         self._is_closed = False
         if members.size == 1:
@@ -99,9 +100,10 @@ class Peers:
             what: What this member does, in words; the same on all of them.
 
         Raises:
-            ControlError: Another member does something else; names both.
+            ControlError: Another member does something else, or in another way; names both.
             PeerLostError: A member is lost; names its rank.
         """
+        what = f"{what} by {self._how}"  # other ways send other messages, or round otherwise
         with self._one_at_a_time:
             self.require_open()
             if self._watch.error is not None:

@@ -13,6 +13,7 @@ from errors_table import check_documented
 from processes import run_processes
 from torch import Tensor, nn
 
+from adaptra import Reduce
 from adaptra.collectives.rounds import ALGORITHMS
 
 pytestmark = pytest.mark.processes
@@ -105,7 +106,7 @@ def misuse(rank: int) -> list[tuple[str, str]]:
     """The errors of calls that can't be right."""
     import torch.distributed as dist
 
-    from adaptra import Reduce, reduction
+    from adaptra import reduction
     from adaptra.errors import AdaptraError
 
     errors: list[tuple[str, str]] = []
@@ -147,7 +148,7 @@ def test_what_can_not_be_added_is_refused_in_words() -> None:
         for (kind, text), row in zip(errors, rows, strict=False):
             check_documented(kind, text, row)
         other = errors[rows.index(OTHER)][1]
-        assert f"rank {rank} does: all_reduce(float32[{5 if rank == 1 else 4}], mean=False) by None;" in other
+        assert f"rank {rank} does: all_reduce(float32[{5 if rank == 1 else 4}], mean=False) by {Reduce()};" in other
 
 
 def model_and_batch(rank: int, step: int) -> tuple[nn.Sequential, Tensor, Tensor]:
