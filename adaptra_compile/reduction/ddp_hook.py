@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import GradBucket, ProcessGroup
 
+from adaptra.errors import AdaptraError
 from adaptra.reduction.functions import check_summand, described
 from adaptra.reduction.peers import Peers
 from adaptra.runtime.devices.events import recorded
@@ -31,7 +32,7 @@ class HookState:
         how: How gradients are added; by default as ``adaptra.Reduce()``.
 
     Attributes:
-        error: The error that ended a sum, None while there was none.
+        error: The error that refused a bucket or ended its sum, None while there was none.
 
     Raises:
         LaunchError: There is no process group, or this process is no member.
@@ -51,8 +52,13 @@ class HookState:
             BatchError: The gradients can't be added.
             LaunchError: The state is closed.
         """
-        self._peers.require_open()
-        check_summand(gradients, mean=True)
+        try:
+            self._peers.require_open()
+            with torch.inference_mode(False):  # as in the thread
+                check_summand(gradients, mean=True)
+        except AdaptraError as error:
+            self.error = self.error or error
+            raise
         on_gpu = gradients.is_cuda
         future: Any = torch.futures.Future(devices=[gradients.device]) if on_gpu else torch.futures.Future()
         computed = recorded(torch.cuda.current_stream(gradients.device)) if on_gpu else None
