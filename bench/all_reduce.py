@@ -78,7 +78,8 @@ def count_differences(rank: int, cases: int, ranks: int) -> int:
         mine = _terms(case, rank, shapes, dtype)
         time.sleep(late[rank])
         GroupSum(groups[members], algorithm=algorithm, limit=limit, dtype=added_in).combine(mine, mean=mean)
-        wide = dtype if added_in is None else torch.promote_types(dtype, added_in)
+        least = torch.float32 if mean and dtype == torch.float16 else added_in
+        wide = dtype if least is None else torch.promote_types(dtype, least)
         for index, one in enumerate(mine):
             total = terms[0][index].to(wide)
             for other in terms[1:]:

@@ -22,7 +22,8 @@ class Reduce:
 
     Attributes:
         dtype: ``torch.float32``: values of bfloat16 and float16 are added in float32 and rounded once, also after the division.
-            None: every addition rounds to the values' own dtype, as in torch.
+            None: every addition rounds to the values' own dtype, as in torch. Means of float16 are always made in float32, as
+            their sums may overflow; sums of float16 are not.
         algorithm: The way of the terms. ``"direct"``: each part has an owner, which adds the terms of all. ``"chain"``: a sum
             passes from replica to replica and its result passes back. ``"auto"``: direct, but while some of three or more
             replicas come late to the sums of a job, they own nothing where that takes less. All give the same bits.

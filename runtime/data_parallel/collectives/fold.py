@@ -1,6 +1,7 @@
 """The canonical sum of the replicas' terms, which names no worker: one expression with the same bits wherever it is evaluated.
 
-The sum of T_0 … T_{P−1} is the left fold ((T_0 + T_1) + …) + T_{P−1}. The mean is this sum divided by P.
+The sum of T_0 … T_{P−1} is the left fold ((T_0 + T_1) + …) + T_{P−1}. The mean is this sum divided by P. Means of float16 are
+made in float32 and rounded once, as the sum may overflow where its mean doesn't.
 """
 
 from __future__ import annotations
@@ -15,6 +16,19 @@ from adaptra.runtime.data_parallel.collectives import kernel_fold
 
 BLOCK_BYTES: Final = 256 * 1024
 """Bytes of a tensor that a processor's thread adds up at a time. The running sum then stays in its cache."""
+
+
+def dtype_of_sum(terms: torch.dtype, least: torch.dtype | None, *, mean: bool) -> torch.dtype:
+    """Return the dtype of additions, and of the division for a mean.
+
+    Args:
+        terms: The dtype of the terms.
+        least: The least precise one for floating-point numbers, or None for that of the terms. Whole numbers keep theirs.
+        mean: Whether the sum is divided.
+    """
+    if mean and terms == torch.float16:
+        least = torch.float32
+    return torch.promote_types(terms, least) if least is not None and terms.is_floating_point else terms
 
 
 def fold(terms: Sequence[Tensor], out: Tensor, divisor: int = 1, dtype: torch.dtype | None = None) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from adaptra.collectives.buckets import Bucket, TensorRange
 from adaptra.collectives.rounds import Value
-from adaptra.runtime.data_parallel.collectives.fold import fold
+from adaptra.runtime.data_parallel.collectives.fold import dtype_of_sum, fold
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
 
 LEAST_AHEAD_BYTES: Final = 64 * 1024
@@ -32,7 +32,7 @@ class Terms:
         rank: This replica.
         mean: Whether the sum is divided by the number of replicas.
         memory: The memory of what arrives.
-        dtype: The least precise dtype of additions, or None for that of the terms.
+        dtype: The least precise dtype of additions, see :func:`.fold.dtype_of_sum`.
         results: By bucket, the memory of the result whose part has this replica's number; None if results replace terms.
     """
 
@@ -236,5 +236,4 @@ class Terms:
         return self._get(where.tensor).view(-1)[where.begin : where.end]
 
     def _sum_dtype(self, part: int) -> torch.dtype:
-        dtype = self._like[part // self._replicas].dtype
-        return dtype if self._dtype is None else torch.promote_types(dtype, self._dtype)
+        return dtype_of_sum(self._like[part // self._replicas].dtype, self._dtype, mean=self._divisor != 1)

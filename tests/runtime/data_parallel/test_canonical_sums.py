@@ -63,7 +63,8 @@ def left_fold(terms: list[list[Tensor]], mean: bool, dtype: torch.dtype | None =
     """The expression, in plain torch on whole tensors; complex numbers as pairs."""
     found: list[Tensor] = []
     for column in zip(*terms, strict=True):
-        total = column[0].to(dtype if column[0].dtype in HALVES else None)
+        wide = torch.float32 if mean and column[0].dtype == torch.float16 else dtype
+        total = column[0].to(wide if column[0].dtype in HALVES else None)
         for term in column[1:]:
             total = total + term
         if mean:
