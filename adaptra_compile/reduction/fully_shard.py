@@ -63,7 +63,8 @@ def use_in(model: nn.Module, replicas: ProcessGroup | None = None, how: Reduce |
     Args:
         model: Has been given to ``fully_shard``.
         replicas: The ranks that have the same shards in other replicas, over which gradients are averaged too; None if there is
-            one replica. The mesh of ``fully_shard`` has one dimension then, as torch itself adds over a second one.
+            one replica. The mesh of ``fully_shard`` has one dimension then, as torch itself adds over a second one. A divide
+            factor of a module is what the sum is divided by, and by nothing else, as with such a mesh.
         how: How gradients are added.
 
     Raises:
@@ -79,6 +80,13 @@ def use_in(model: nn.Module, replicas: ProcessGroup | None = None, how: Reduce |
             module.set_custom_all_gather(AllGather())  # pyright: ignore[reportArgumentType] - its base is private
             module.set_custom_reduce_scatter(ReduceScatter(how))  # pyright: ignore[reportArgumentType]
             if replicas is not None:
-                module.set_all_reduce_hook(partial(all_reduce, group=replicas, mean=True, how=how))
+                module.set_all_reduce_hook(partial(_add_replicas, module, replicas, how))
         except ValueError as error:
             raise OptionError(f"use_in({type(model).__name__}): {error}") from error
+
+
+def _add_replicas(module: FSDPModule, replicas: ProcessGroup, how: Reduce | None, gradients: Tensor) -> None:
+    """Add a shard's gradients over replicas. A divide factor, which may be set at any time, is in place of all divisions."""
+    state: Any = module._get_fsdp_state()  # pyright: ignore[reportPrivateUsage] - nothing public tells the factor
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    all_reduce(gradients, replicas, mean=all(one.gradient_divide_factor is None for one in groups), how=how)
