@@ -84,8 +84,8 @@ def test_functions_have_the_bits_of_a_left_fold() -> None:
 
 NO_GROUP = "a sum over ranks without a process group: expected torch.distributed.init_process_group before it"
 NO_MEMBER = "a sum over a group of which this process is no member: expected it on the group's ranks alone"
-NO_NUMBERS = "a … over ranks of …: expected …numbers"
-SPARSE = "a sum over ranks of a … tensor: expected a dense one"
+NO_NUMBERS = "a … over ranks of …: expected a dtype of …"
+SPARSE = "… of a …: expected a dense tensor with values; a DTensor has to_local(), a sparse one to_dense()"
 NO_PARTS = (
     "… of … and … over … ranks: expected contiguous tensors of one dtype, the first with … times the elements of the second"
 )

@@ -23,7 +23,7 @@ from adaptra.runtime.data_parallel.collectives.carriers import (
 )
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
 from adaptra.runtime.data_parallel.collectives.moves import Moves
-from adaptra.runtime.data_parallel.collectives.owned_chunks import OwnedChunks, real
+from adaptra.runtime.data_parallel.collectives.owned_chunks import OwnedChunks, real, write_real
 from adaptra.runtime.data_parallel.collectives.some_ranks import SomeRanks
 from adaptra.runtime.data_parallel.collectives.sum_names import SumName, digest_of_tensors, name_of, rounds_between
 from adaptra.runtime.data_parallel.collectives.terms import Terms
@@ -129,7 +129,8 @@ class GroupSum:
         Raises:
             RuntimeError: As :meth:`combine`.
         """
-        result, parts = real(output).view(-1), [real(one).view(-1) for one in parts]
+        results, parts = real(output), [real(one).view(-1) for one in parts]
+        result = results.view(-1)
         # Terms are sent from where they are, so results don't go there.
         terms_in = {one.untyped_storage().data_ptr() for one in parts}
         own = torch.empty_like(result) if result.untyped_storage().data_ptr() in terms_in else result
@@ -138,8 +139,7 @@ class GroupSum:
         buckets = [Bucket(tuple(TensorRange(rank, *each) for rank in range(self._replicas))) for each in ranges]
         terms = self._terms(parts.__getitem__, parts, buckets, mean, [own[slice(*each)] for each in ranges])
         self._move(to_owners, terms, len(buckets), terms.end_own, own)
-        if own is not result:
-            result.copy_(own)
+        write_real(own.view_as(results), output)
 
     def all_gather(self, parts: Sequence[Tensor]) -> None:
         """Fill the parts of other ranks by theirs. All ranks of the group call it together.
@@ -288,15 +288,14 @@ class _Contiguous:
     def of(self, number: int) -> Tensor:
         """Return a tensor by its number."""
         if number not in self._made:
-            given = real(self._get(number))
-            self._made[number] = given, given.contiguous()
+            given = self._get(number)
+            self._made[number] = given, real(given).contiguous()
         return self._made[number][1]
 
     def write_back(self) -> None:
-        """Write the values to the others that are not contiguous."""
+        """Write the values to the others that have memory of their own."""
         for tensor, result in self._made.values():
-            if tensor is not result:
-                tensor.copy_(result)
+            write_real(result, tensor)
 
 
 @lru_cache(maxsize=16)

@@ -23,7 +23,7 @@ class OwnedChunks:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        found = [real(one) for one in tensors if one.nbytes]
+        found = [one.detach() for one in tensors if one.nbytes]
         small = [one for one in found if one.nbytes <= PACKED_BYTES]
         self._targets = [[one] for one in found if one.nbytes > PACKED_BYTES] + ([small] if small else [])
         self.flat: Final = [
@@ -40,9 +40,16 @@ class OwnedChunks:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return real(tensor).contiguous().view(-1).view(torch.uint8)
 
 
 def real(tensor: Tensor) -> Tensor:
-    """Return a tensor without gradient, whose complex numbers are pairs."""
-    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    """Return a tensor without gradient, whose complex numbers are pairs: a copy of a view that negates or conjugates."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return torch.view_as_real(plain) if plain.is_complex() else plain
+
+
+def write_real(values: Tensor, to: Tensor) -> None:
+    """Write what :func:`real` made of a tensor to that tensor, unless it is its memory."""
+    if values.data_ptr() != to.data_ptr():
+        to.detach().copy_(torch.view_as_complex(values) if to.is_complex() else values)
