@@ -20,6 +20,7 @@ _FRACTIONS: Final = (
     *(torch.complex32, torch.complex64, torch.complex128),
 )
 _WHOLE: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_DISPATCHER: Final = "__torch_dispatch__"
 
 _by_group: Final = WeakKeyDictionary[ProcessGroup, dict[Reduce, Peers]]()
 _lock: Final = threading.Lock()
@@ -133,7 +134,8 @@ def check_summand(tensor: Tensor, *, mean: bool, is_result: bool = True) -> None
 def _check_dense(call: str, tensor: Any) -> None:
     """Refuse what has no values in memory of its own."""
     # Subclasses with a dispatcher, as DTensor, hold other tensors.
-    if not isinstance(tensor, Tensor) or type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    its, of_tensors = (getattr(one, _DISPATCHER, None) for one in (type(tensor), Tensor))
+    if not isinstance(tensor, Tensor) or its is not of_tensors:
         kind = type(tensor).__name__
     elif tensor.layout is not torch.strided:
         kind = f"{tensor.layout} tensor"
