@@ -22,7 +22,7 @@ _FRACTIONS: Final = (
 _WHOLE: Final = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _DISPATCHER: Final = "__torch_dispatch__"
 
-_by_group: Final = WeakKeyDictionary[ProcessGroup, dict[Reduce, Peers]]()
+_by_group: Final = WeakKeyDictionary[ProcessGroup, tuple[threading.Lock, dict[Reduce, Peers]]]()
 _lock: Final = threading.Lock()
 
 
@@ -99,9 +99,10 @@ def all_gather(output: Tensor, input: Tensor, group: ProcessGroup | None = None)
 def peers_of(group: ProcessGroup | None, how: Reduce) -> Peers:
     """Return what joins this rank to a group's, made at the first call, by all of them."""
     with _lock:
-        of_group = _by_group.setdefault(joined_group(group), {})
+        of_group_lock, of_group = _by_group.setdefault(joined_group(group), (threading.Lock(), {}))
+    with of_group_lock:  # to make one waits for the others, who may begin with another group
         if how not in of_group:
-            of_group[how] = Peers(group, how)
+            of_group[how] = Peers(group, how, "call of a function")
         return of_group[how]
 
 

@@ -9,27 +9,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Final, TypeVar
+from typing import Final
 
-from torch.distributed import DistError
+from torch.distributed import Store
 
 from adaptra.errors import AdaptraError, ControlError, PeerLostError
+from adaptra.reduction.asked_store import AskedStore
 from adaptra.runtime.control_store.signed_store import under
-from adaptra.runtime.control_store.spare_clients import give_back
 from adaptra.runtime.control_store.stores import own_address
 from adaptra.runtime.survival.evidence import Evidence
 from adaptra.runtime.transports.process_groups import Members, control_plane
-
-T = TypeVar("T")
 
 _WATCHED_SECONDS: Final = 0.5
 """Seconds of a sum after which the others' processes are asked whether they live."""
 _LOOK_SECONDS: Final = 0.1
 _EVIDENCE_SECONDS: Final = 3.0
 """The longest time in which a broken connection is explained."""
-_STORE_SECONDS: Final = 0.5
-"""The longest wait for the store to say who is lost."""
 _LOST: Final = "lost"
 
 
@@ -50,12 +45,13 @@ class PeerWatch:
         self._members = members
         self._ranks = ranks
         self._end_waits = end_waits
-        self._store = control_plane(members)
-        self._evidence = Evidence(under("evidence", self._store), members.rank, range(members.size), own_address(self._store))
+        store = control_plane(members)
+        self._store = AskedStore(store)
+        self._evidence = Evidence(under("evidence", store), members.rank, range(members.size), own_address(store))
         self._changed = threading.Condition()
         self._began: float | None = None
         self._number, self._doing = 0, ""
-        self._is_closed = self._is_stuck = False
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="adaptra watches the ranks of a sum", daemon=True)
         self._thread.start()
 
@@ -89,14 +85,14 @@ class PeerWatch:
             self._changed.notify()
         self._thread.join()
         self._evidence.close()
-        give_back(self._store)
+        self._store.give_back()
 
     def _look(self, *, asks: bool) -> None:
         """Look for a loss: one of which there is evidence, or one that another member has written, if this one asks for it."""
         ended = self._evidence.against(range(self._members.size))
         own = "{} {}".format(*next(iter(ended.items()))) if ended else ""
         if self.error is None and (own or asks):
-            text = self._of_store(lambda: self._store.compare_set(_LOST, "", own).decode()) or own
+            text = self._store.ask(lambda store: store.compare_set(_LOST, "", own).decode()) or own
             if text:
                 member, _, why = text.partition(" ")
                 rank = self._ranks[int(member)]
@@ -107,31 +103,16 @@ class PeerWatch:
         own, number = self._doing, self._number
         keys = [f"doing/{member}" for member in range(self._members.size)]
 
-        def ask() -> list[str]:
-            self._store.set(keys[self._members.rank], own)
-            return [self._store.get(key).decode() if self._store.check([key]) else "" for key in keys]
+        def ask(store: Store) -> list[str]:
+            store.set(keys[self._members.rank], own)
+            return [store.get(key).decode() if store.check([key]) else "" for key in keys]
 
-        for member, text in enumerate(self._of_store(ask) or ()):
+        for member, text in enumerate(self._store.ask(ask) or ()):
             at, _, what = text.partition(" ")
             if at == str(number) and text != own and self.error is None:
                 ours, theirs = self._ranks[self._members.rank], self._ranks[member]
                 what = f"rank {ours} does: {own.partition(' ')[2]}; rank {theirs}: {what}"
                 self.error = ControlError(f"{what}: expected the same on all ranks of the group")
-
-    def _of_store(self, ask: Callable[[], T]) -> T | None:
-        """Return an answer of the store; None if it is lost, or frozen with its host."""
-        said: list[T] = []
-
-        def wait() -> None:
-            with suppress(DistError):
-                said.append(ask())
-
-        if not self._is_stuck:
-            asking = threading.Thread(target=wait, name="adaptra asks the store", daemon=True)
-            asking.start()
-            asking.join(_STORE_SECONDS)
-            self._is_stuck = asking.is_alive()
-        return next(iter(said), None)
 
     def _run(self) -> None:
         compared = 0

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,17 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from adaptra.collectives.rounds import ALGORITHMS
-from adaptra.errors import LaunchError, OptionError
+from adaptra.errors import AdaptraError, LaunchError, OptionError
+from adaptra.reduction.joining import Joining
 from adaptra.reduction.peer_watch import PeerWatch
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 from adaptra.runtime.options.reduce_options import Reduce
-from adaptra.runtime.transports.process_groups import FOR_EVER, Members, end_group, end_waits, is_gloo, new_group
+from adaptra.runtime.transports.process_groups import FOR_EVER, Members, end_group, end_waits, is_gloo, new_group, own_client
 
 _joined: Final = Counter[str]()
-"""How often this process has joined the members of each group."""
+"""How often this process has joined the members of each group, for each purpose."""
+_failed: Final = WeakKeyDictionary[ProcessGroup, dict[str, AdaptraError]]()
+"""What has ended a joining for good, by group and purpose."""
 _open: Final = WeakSet["Peers"]()
 
 
@@ -48,6 +51,7 @@ class Peers:
     Args:
         group: A group of torch.distributed; None for all ranks.
         how: How sums are made.
+        purpose: What it is for, in words. Members that join for another purpose never meet.
 
     Attributes:
         ranks: The members' ranks in the job.
@@ -55,32 +59,42 @@ class Peers:
         sums: Adds over them; there is none for one member alone.
 
     Raises:
+        ControlError: Another member waits for this one in another group, or for another purpose; names both.
         LaunchError: There is no process group, or this process is no member.
+        PeerLostError: A member is lost, or does not come in time; names its rank.
         OptionError: Sums are to be made as late ranks need it. Only a pipeline's steps tell when ranks come.
     """
 
-    def __init__(self, group: ProcessGroup | None, how: Reduce) -> None:
+    def __init__(self, group: ProcessGroup | None, how: Reduce, purpose: str = "HookState") -> None:
         if how.is_auto:
             raise OptionError(f"{how}: expected algorithm='direct' or 'chain', as only a pipeline's steps tell when ranks come")
         joined = joined_group(group)
         self.ranks: Final = dist.get_process_group_ranks(joined)
         self.rank: Final = dist.get_rank(joined)
         # Groups that have no rank in common may have one name.
-        name = f"{joined.group_name} from {self.ranks[0]}"
-        _joined[name] += 1
-        members = Members(f"adaptra/reduction/{name}/{_joined[name]}", self.rank, len(self.ranks))
+        name = f"{joined.group_name} from {self.ranks[0]} for {purpose}"
         self._one_at_a_time = threading.Lock()
         self._how: Final = how
         self._number = 0
         self._is_closed = False
-        if members.size == 1:
+        self._groups: list[ProcessGroup] = []
+        if len(self.ranks) == 1:
             return
-        carrier = new_group(members.part("terms"), dist.get_backend(joined), FOR_EVER)
+        failed = _failed.setdefault(joined, {})
+        if purpose in failed:
+            raise failed[purpose]
+        _joined[name] += 1
+        members = Members(f"adaptra/reduction/{name}/{_joined[name]}", self.rank, len(self.ranks))
+        doing = f"the first {purpose} over {_described(joined, self.ranks)}"
+        try:
+            self._join(joined, members, doing)
+        except AdaptraError as error:
+            failed[purpose] = error
+            raise
+        carrier = self._groups[0]
         # With tags, members that do something else never meet. NCCL has none.
-        self._texts = None if is_gloo(carrier) else new_group(members.part("texts"), "gloo", FOR_EVER)
-        self._groups = [one for one in (carrier, self._texts) if one is not None]
+        self._texts = None if len(self._groups) == 1 else self._groups[1]
         self.sums: Final = GroupSum(carrier, algorithm=ALGORITHMS[how.algorithm], limit=how.bucket, dtype=how.dtype)
-        self._watch = PeerWatch(members, self.ranks, self._end_waits)
         _open.add(self)
 
     def require_open(self) -> None:
@@ -137,6 +151,27 @@ class Peers:
         for group in self._groups:
             end_group(group)
 
+    def _join(self, group: ProcessGroup, members: Members, doing: str) -> None:
+        """Open this member's connections, once all members have come to do so."""
+
+        def connect() -> None:
+            with own_client():  # as several threads may connect at once
+                self._groups.append(new_group(members.part("terms"), dist.get_backend(group), FOR_EVER))
+                if not is_gloo(self._groups[0]):
+                    self._groups.append(new_group(members.part("texts"), "gloo", FOR_EVER))
+
+        with Joining(group, members, self.ranks, doing) as joining:
+            joining.meet()
+            self._watch = joining.wait(lambda: PeerWatch(members, self.ranks, self._end_waits))
+            try:
+                self._watch.begin(self._number, doing)
+                joining.wait(connect, self._watch)
+            except BaseException:
+                self.close()
+                raise
+            finally:
+                self._watch.end()
+
     def _meet_before(self, digest: bytes) -> None:
         """Where messages have no tags, wait until all members do the same."""
         if self._texts is None:
@@ -150,6 +185,11 @@ class Peers:
     def _end_waits(self) -> None:
         for group in self._groups:
             end_waits(group)
+
+
+def _described(group: ProcessGroup, ranks: list[int]) -> str:
+    some = [*map(str, ranks)] if len(ranks) < 5 else [*map(str, ranks[:2]), "…", str(ranks[-1])]
+    return f"the group {group.group_name} of ranks {', '.join(some)}"
 
 
 @atexit.register

@@ -207,9 +207,13 @@ def _client_for(backend: str) -> Store:
     own: Store | None = getattr(_thread, "client", None)
     if own is not None:
         return own
-    meets_at_once = backend == "gloo" and os.environ.get(_LAZY, "0").lower() in ("", "0", "false", "n", "no", "off")
-    shared = client_of_groups() if meets_at_once else None
+    shared = client_of_groups() if backend == "gloo" and not meets_lazily() else None
     return clone(job_store()) if shared is None else shared
+
+
+def meets_lazily() -> bool:
+    """Return whether the members of a group of gloo connect at their first message, and not when they make it."""
+    return os.environ.get(_LAZY, "0").lower() not in ("", "0", "false", "n", "no", "off")
 
 
 def job_store() -> Store:
@@ -266,14 +270,18 @@ def end_waits_of_user(lost: Collection[int]) -> None:
                 end_waits(group)
 
 
-def broken_peer(group: ProcessGroup) -> int | None:
-    """Return the lowest member of a gloo group to which the connection is broken, or None. The group has failed.
+def broken_peer(group: ProcessGroup, among: Iterable[int] | None = None) -> int | None:
+    """Return the lowest member of a group to which gloo's connection is broken, or None.
 
     gloo refuses to send over a connection that is broken, and doesn't say whose an operation of several members met.
+
+    Args:
+        group: Of gloo, alone or beside another backend; None is returned for others.
+        among: Those that are looked at; None for all members.
     """
-    if not is_gloo(group):
+    if "gloo" not in _backends_of(group):
         return None
-    for peer in range(group.size()):
+    for peer in range(group.size()) if among is None else among:
         if peer != group.rank():
             try:
                 group.send([torch.empty(1, dtype=torch.uint8)], peer, _PROBE_TAG)
