@@ -27,10 +27,13 @@ class AskedStore:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._is_stuck = False
+        self._asking: threading.Thread | None = None
 
     def ask(self, request: Callable[[Store], T]) -> T | None:
-        """Return what a request returns; None if the store is lost, or does not answer in half a second."""
+        """Return what a request returns; None if the store is lost, or does not answer in half a second.
+
+        While it has not answered the request before, nothing is asked.
+        """
         said: list[T] = []
 
         def wait() -> None:
@@ -38,14 +41,16 @@ class AskedStore:
                 said.append(request(self._store))
 
         with self._lock:
-            if not self._is_stuck:
-                asking = threading.Thread(target=wait, name="adaptra asks the store", daemon=True)
-                asking.start()
-                asking.join(_STORE_SECONDS)
-                self._is_stuck = asking.is_alive()
+            if self._is_free():
+                self._asking = threading.Thread(target=wait, name="adaptra asks the store", daemon=True)
+                self._asking.start()
+                self._asking.join(_STORE_SECONDS)
         return next(iter(said), None)
 
     def give_back(self) -> None:
         """Give the client back, unless a thread still waits on it."""
-        if not self._is_stuck:
+        if self._is_free():
             give_back(self._store)
+
+    def _is_free(self) -> bool:
+        return self._asking is None or not self._asking.is_alive()

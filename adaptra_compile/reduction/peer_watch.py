@@ -16,7 +16,7 @@ from torch.distributed import Store
 from adaptra.errors import AdaptraError, ControlError, PeerLostError
 from adaptra.reduction.asked_store import AskedStore
 from adaptra.runtime.control_store.signed_store import under
-from adaptra.runtime.control_store.stores import own_address
+from adaptra.runtime.control_store.stores import get_all, own_address
 from adaptra.runtime.survival.evidence import Evidence
 from adaptra.runtime.transports.process_groups import Members, control_plane
 
@@ -25,6 +25,8 @@ _WATCHED_SECONDS: Final = 0.5
 _LOOK_SECONDS: Final = 0.1
 _EVIDENCE_SECONDS: Final = 3.0
 """The longest time in which a broken connection is explained."""
+_COMPARED_SECONDS: Final = 1.0
+"""Seconds between two looks whether all do the same."""
 _LOST: Final = "lost"
 
 
@@ -47,6 +49,7 @@ class PeerWatch:
         self._end_waits = end_waits
         store = control_plane(members)
         self._store = AskedStore(store)
+        store.set(_doing_of(members.rank), "")  # all have, once there is the evidence
         self._evidence = Evidence(under("evidence", store), members.rank, range(members.size), own_address(store))
         self._changed = threading.Condition()
         self._began: float | None = None
@@ -98,24 +101,30 @@ class PeerWatch:
                 rank = self._ranks[int(member)]
                 self.error = PeerLostError(f"rank {rank} is lost: it {why}", rank=rank)
 
-    def _compare(self) -> None:
-        """Say what this member does, and look whether others do something else in the same meeting."""
+    def _compare(self) -> bool:
+        """Say what this member does, and look whether others do something else in the same meeting.
+
+        Returns:
+            Whether the store has answered. All that come later to this meeting then see what this member does.
+        """
         own, number = self._doing, self._number
-        keys = [f"doing/{member}" for member in range(self._members.size)]
+        keys = [*map(_doing_of, range(self._members.size))]
 
         def ask(store: Store) -> list[str]:
             store.set(keys[self._members.rank], own)
-            return [store.get(key).decode() if store.check([key]) else "" for key in keys]
+            return [text.decode() for text in get_all(store, keys)]
 
-        for member, text in enumerate(self._store.ask(ask) or ()):
+        texts = self._store.ask(ask)
+        for member, text in enumerate(texts or ()):
             at, _, what = text.partition(" ")
             if at == str(number) and text != own and self.error is None:
                 ours, theirs = self._ranks[self._members.rank], self._ranks[member]
                 what = f"rank {ours} does: {own.partition(' ')[2]}; rank {theirs}: {what}"
                 self.error = ControlError(f"{what}: expected the same on all ranks of the group")
+        return texts is not None
 
     def _run(self) -> None:
-        compared = 0
+        compared, compared_at = 0, 0.0
         while not self._is_closed and self.error is None:
             with self._changed:
                 self._changed.wait_for(lambda: self._began is not None or self._is_closed)
@@ -123,8 +132,12 @@ class PeerWatch:
             began, number = self._began, self._number
             if began is not None and time.monotonic() - began > _WATCHED_SECONDS:
                 self._look(asks=False)
-                if number != compared:  # once: who comes later sees what this member does, and ends its wait
-                    self._compare()
-                    compared = number
+                now = time.monotonic()
+                if (number != compared or now - compared_at > _COMPARED_SECONDS) and self._compare():
+                    compared, compared_at = number, now
         if self.error is not None:
             self._end_waits()
+
+
+def _doing_of(member: int) -> str:
+    return f"doing/{member}"
