@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from torch.distributed import Store
 
@@ -28,6 +28,20 @@ _EVIDENCE_SECONDS: Final = 3.0
 _COMPARED_SECONDS: Final = 1.0
 """Seconds between two looks whether all do the same."""
 _LOST: Final = "lost"
+
+
+class _Meeting(NamedTuple):
+    """What a member does: one value, as another thread may look at any time.
+
+    Attributes:
+        number: Of the meeting.
+        doing: What, in words.
+        began: When, in seconds of the monotonic clock.
+    """
+
+    number: int
+    doing: str
+    began: float
 
 
 class PeerWatch:
@@ -52,8 +66,7 @@ class PeerWatch:
         store.set(_doing_of(members.rank), "")  # all have, once there is the evidence
         self._evidence = Evidence(under("evidence", store), members.rank, range(members.size), own_address(store))
         self._changed = threading.Condition()
-        self._began: float | None = None
-        self._number, self._doing = 0, ""
+        self._meeting: _Meeting | None = None
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="adaptra watches the ranks of a sum", daemon=True)
         self._thread.start()
@@ -61,13 +74,12 @@ class PeerWatch:
     def begin(self, number: int, doing: str) -> None:
         """Watch a meeting of this number until :meth:`end`; ``doing`` is what this member does in it, in words."""
         with self._changed:
-            self._number, self._doing = number, f"{number} {doing}"
-            self._began = time.monotonic()
+            self._meeting = _Meeting(number, doing, time.monotonic())
             self._changed.notify()
 
     def end(self) -> None:
         """Watch no more, until the next meeting."""
-        self._began = None
+        self._meeting = None
 
     def explain(self, error: RuntimeError) -> AdaptraError:
         """Return what a broken connection comes of. If the store lives, all members name the same lost one."""
@@ -107,7 +119,10 @@ class PeerWatch:
         Returns:
             Whether the store has answered. All that come later to this meeting then see what this member does.
         """
-        own, number = self._doing, self._number
+        meeting = self._meeting
+        if meeting is None:
+            return False
+        own = f"{meeting.number} {meeting.doing}"
         keys = [*map(_doing_of, range(self._members.size))]
 
         def ask(store: Store) -> list[str]:
@@ -117,9 +132,9 @@ class PeerWatch:
         texts = self._store.ask(ask)
         for member, text in enumerate(texts or ()):
             at, _, what = text.partition(" ")
-            if at == str(number) and text != own and self.error is None:
+            if at == str(meeting.number) and text != own and self.error is None:
                 ours, theirs = self._ranks[self._members.rank], self._ranks[member]
-                what = f"rank {ours} does: {own.partition(' ')[2]}; rank {theirs}: {what}"
+                what = f"rank {ours} does: {meeting.doing}; rank {theirs}: {what}"
                 self.error = ControlError(f"{what}: expected the same on all ranks of the group")
         return texts is not None
 
@@ -127,14 +142,14 @@ class PeerWatch:
         compared, compared_at = 0, 0.0
         while not self._is_closed and self.error is None:
             with self._changed:
-                self._changed.wait_for(lambda: self._began is not None or self._is_closed)
+                self._changed.wait_for(lambda: self._meeting is not None or self._is_closed)
             time.sleep(_LOOK_SECONDS)
-            began, number = self._began, self._number
-            if began is not None and time.monotonic() - began > _WATCHED_SECONDS:
+            meeting = self._meeting
+            if meeting is not None and time.monotonic() - meeting.began > _WATCHED_SECONDS:
                 self._look(asks=False)
                 now = time.monotonic()
-                if (number != compared or now - compared_at > _COMPARED_SECONDS) and self._compare():
-                    compared, compared_at = number, now
+                if (meeting.number != compared or now - compared_at > _COMPARED_SECONDS) and self._compare():
+                    compared, compared_at = meeting.number, now
         if self.error is not None:
             self._end_waits()
 

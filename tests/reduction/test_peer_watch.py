@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import threading
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -69,3 +71,43 @@ def test_a_store_that_rests_ends_no_comparison() -> None:
     errors = run_processes(rest, 1)[0]
     both = ["rank 0 does: A; rank 1: B", "rank 1 does: B; rank 0: A"]
     assert errors and {*errors} <= {f"{each}: expected the same on all ranks of the group" for each in both}
+
+
+def switch(_: int) -> tuple[int, list[str]]:
+    """At how many instructions of a comparison the next meeting began, and the errors of that."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    first, second, _ended = watches("switch")
+    second.begin(2, "B")
+    second._compare()
+    comparison: Any = type(first)._compare
+    left = switches = 0
+
+    def at_instruction(_frame: FrameType, event: str, _arg: Any) -> Any:
+        nonlocal left
+        left -= event == "opcode"
+        if left == 0:
+            first.begin(2, "B")
+        return at_instruction
+
+    def at_call(frame: FrameType, _event: str, _arg: Any) -> Any:
+        if frame.f_code is not comparison.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        return at_instruction
+
+    while left <= 0 and first.error is None:
+        switches += 1
+        left = switches
+        first.begin(1, "A")
+        sys.settrace(at_call)
+        first._compare()
+        sys.settrace(None)
+    return switches, [str(one.error) for one in (first, second) if one.error is not None]
+
+
+def test_a_comparison_is_of_one_meeting_wherever_the_next_begins() -> None:
+    switches, errors = run_processes(switch, 1)[0]
+    assert switches > 10
+    assert not errors
