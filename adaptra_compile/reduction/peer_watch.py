@@ -2,6 +2,8 @@
 
 A member that dies breaks its connections. One that freezes breaks none, so a thread asks the others' processes while a sum
 takes long. Whoever knows of a loss first writes it to the store, because its own end would soon look like another.
+
+A member that has finished its sums may end while others still complete the last one. It writes to the store which one that was.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch.distributed import Store
 from adaptra.errors import AdaptraError, ControlError, PeerLostError
 from adaptra.reduction.asked_store import AskedStore
 from adaptra.runtime.control_store.signed_store import under
-from adaptra.runtime.control_store.stores import get_all, own_address
+from adaptra.runtime.control_store.stores import get_all, own_address, rank_0_has
 from adaptra.runtime.survival.evidence import Evidence
 from adaptra.runtime.transports.process_groups import Members, control_plane
 
@@ -27,6 +29,8 @@ _EVIDENCE_SECONDS: Final = 3.0
 """The longest time in which a broken connection is explained."""
 _COMPARED_SECONDS: Final = 1.0
 """Seconds between two looks whether all do the same."""
+_LINGER_SECONDS: Final = 3.0
+"""The longest time for which the store's host stays behind its last sum, until others have finished it."""
 _LOST: Final = "lost"
 
 
@@ -67,6 +71,7 @@ class PeerWatch:
         self._evidence = Evidence(under("evidence", store), members.rank, range(members.size), own_address(store))
         self._changed = threading.Condition()
         self._meeting: _Meeting | None = None
+        self._finished = 0
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="adaptra watches the ranks of a sum", daemon=True)
         self._thread.start()
@@ -76,6 +81,11 @@ class PeerWatch:
         with self._changed:
             self._meeting = _Meeting(number, doing, time.monotonic())
             self._changed.notify()
+
+    def finish(self) -> None:
+        """Take note that this meeting has brought all that this member waits for."""
+        if self._meeting is not None:
+            self._finished = self._meeting.number
 
     def end(self) -> None:
         """Watch no more, until the next meeting."""
@@ -94,18 +104,47 @@ class PeerWatch:
         return self.error
 
     def close(self) -> None:
-        """End the watch: from now on this member counts as ended."""
+        """End the watch: from now on this member counts as ended, and as lost in meetings that it has not finished."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
         self._thread.join()
+        self._store.ask(lambda store: store.set(_finished_of(self._members.rank), str(self._finished)))
+        self._linger()
         self._evidence.close()
         self._store.give_back()
 
+    def _linger(self) -> None:
+        """Where the store ends with this process, stay until all others that live have closed too, for a while."""
+        store = self._store
+        if self.error is not None or self._ranks[self._members.rank] != 0 or not store.ask(rank_0_has):
+            return
+        until = time.monotonic() + _LINGER_SECONDS
+        while time.monotonic() < until:
+            left = {*range(self._members.size)} - self._evidence.against(range(self._members.size)).keys()
+            if store.ask(lambda store: store.check([*map(_finished_of, left)])) is not False:  # noqa: B023 - asked at once
+                return
+            time.sleep(_LOOK_SECONDS / 4)
+
+    def _lost(self) -> dict[int, str]:
+        """Return which members have ended, and why, before they had finished the meeting of this one."""
+        ended = self._evidence.against(range(self._members.size))
+        if not ended:
+            return ended
+        number = 0 if (meeting := self._meeting) is None else meeting.number
+
+        def have_finished(store: Store) -> list[int]:
+            closed = [member for member in ended if store.check([_finished_of(member)])]
+            texts = get_all(store, [*map(_finished_of, closed)])
+            return [member for member, text in zip(closed, texts, strict=True) if int(text) >= number]
+
+        finished = self._store.ask(have_finished) or ()
+        return {member: why for member, why in ended.items() if member not in finished}
+
     def _look(self, *, asks: bool) -> None:
         """Look for a loss: one of which there is evidence, or one that another member has written, if this one asks for it."""
-        ended = self._evidence.against(range(self._members.size))
-        own = "{} {}".format(*next(iter(ended.items()))) if ended else ""
+        lost = self._lost()
+        own = "{} {}".format(*next(iter(lost.items()))) if lost else ""
         if self.error is None and (own or asks):
             text = self._store.ask(lambda store: store.compare_set(_LOST, "", own).decode()) or own
             if text:
@@ -156,3 +195,7 @@ class PeerWatch:
 
 def _doing_of(member: int) -> str:
     return f"doing/{member}"
+
+
+def _finished_of(member: int) -> str:
+    return f"finished/{member}"

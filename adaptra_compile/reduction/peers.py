@@ -129,6 +129,7 @@ class Peers:
             try:
                 self._meet_before(digest)
                 yield
+                self._watch.finish()
             except RuntimeError as error:
                 raise self._watch.explain(error) from error
             finally:
@@ -142,7 +143,7 @@ class Peers:
                 self.sums.check()
 
     def close(self) -> None:
-        """End this member's part. The others take it for lost if they go on. May be called again."""
+        """End this member's part. The others take it for lost if they begin another sum. May be called again."""
         was_closed, self._is_closed = self._is_closed, True
         if was_closed or len(self.ranks) == 1:
             return
