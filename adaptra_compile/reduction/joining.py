@@ -10,11 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from types import TracebackType
 from typing import Final, Self, TypeVar
 
-from torch.distributed import DistStoreError, ProcessGroup, Store
+from torch.distributed import ProcessGroup, Store
 
 from adaptra.errors import AdaptraError, ControlError, PeerLostError
 from adaptra.reduction.asked_store import AskedStore
@@ -35,8 +34,9 @@ _EVIDENCE_SECONDS: Final = 1.0
 """The longest time in which a failure is explained."""
 _CROSSED_SECONDS: Final = 10.0
 """Seconds for which two members wait for each other in different places until that is an error: other threads may join both."""
-_SLICE: Final = timedelta(seconds=0.5)
-"""The longest request for those who have not come."""
+_SHORTEST_PAUSE: Final = 0.005
+_LONGEST_PAUSE: Final = 0.25
+"""The longest time between two questions whether all have come."""
 _LOST: Final = "lost"
 _CROSSED: Final = "crossed"
 
@@ -78,8 +78,11 @@ class Joining:
                 _under_way[self._members.name] = "\t".join([self._members.name, self._doing, ",".join(map(str, self._ranks))])
                 records.set(f"joining/{self._own}", "\n".join(_under_way.values()))
             records.set(_came(self._members.name, self._own), "")
-            while not _are_set(records, [_came(self._members.name, rank) for rank in self._ranks]) and not self._is_over:
-                pass
+            count, began = f"{self._members.name}/count", time.monotonic()
+            records.add(count, 1)
+            # torch's store warns of waits that time out, and has no way to end one.
+            while records.add(count, 0) < self._members.size and not self._is_over:
+                time.sleep(min(_LONGEST_PAUSE, _SHORTEST_PAUSE + (time.monotonic() - began) / 10))
             give_back(records)
 
         self.wait(come)
@@ -206,15 +209,6 @@ class Joining:
 def _records() -> Store:
     """Return a client of its own for what is told while nobody has come yet; it is not signed, as that takes all members."""
     return Part("adaptra/joining", clone(job_store()))
-
-
-def _are_set(store: Store, keys: list[str]) -> bool:
-    """Wait for a while until keys are set, and return whether they are."""
-    try:
-        store.wait(keys, _SLICE)
-    except DistStoreError:
-        return False
-    return True
 
 
 def _came(name: str, rank: int) -> str:
