@@ -14,7 +14,7 @@ from torch import Tensor
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
     """Return the settings of each group by name, without its parameters.
 
-    Numbers and elements of tensors have all of their digits. Functions are told by module and name, since they lie at another
+    Numbers and elements of tensors have all of their digits. Functions are given by module and name, since they lie at another
     address in each process.
     """
     return [{name: _text(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
