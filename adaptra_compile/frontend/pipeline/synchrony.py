@@ -129,10 +129,10 @@ class SynchronyMethods(LayoutMethods):
         return trial
 
 
-def _batch_of(arguments: StepArguments, given: Any) -> CallBatch:
+def _batch_of(arguments: StepArguments, batch: Any) -> CallBatch:
     """Return a batch of a trial as a step takes it."""
-    by_name = {key: one for key, one in given.items() if key != "outputs"} if isinstance(given, Mapping) else {}
-    by_place = () if isinstance(given, Mapping) else inputs_and_targets(tuple(given), "settle_synchrony: a batch")
+    by_name = {key: one for key, one in batch.items() if key != "outputs"} if isinstance(batch, Mapping) else {}
+    by_place = () if isinstance(batch, Mapping) else inputs_and_targets(tuple(batch), "settle_synchrony: a batch")
     inputs, targets = (*by_place, None, None)[:2]
     return CallBatch.of(arguments, *arguments.resolve(inputs, targets, by_name))
 

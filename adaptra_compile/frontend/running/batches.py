@@ -120,12 +120,12 @@ class Batches:
         self.shapes.use_first()
         return ShapedBatch(FIRST, *split, (), self._compiled)
 
-    def require_one_shape(self, what: str, given: Sequence[CallBatch]) -> None:
+    def require_one_shape(self, what: str, batches: Sequence[CallBatch]) -> None:
         """Refuse a deadline for training batches of other shapes than that of compilation.
 
         Args:
             what: The deadline, and where it was given.
-            given: The batches of steps to come. What the pipeline has trained on counts beside them.
+            batches: Those of steps to come. What the pipeline has trained on counts beside them.
 
         Raises:
             OptionError: Names the shape.
@@ -134,7 +134,7 @@ class Batches:
             return
         formats = self._compiled.inputs, self._compiled.targets
         others = [f"batches of {one}, on which this job has trained" for one in self.shapes.trained()]
-        for number, batch in enumerate(given):
+        for number, batch in enumerate(batches):
             if not (batch.args or batch.kwargs):  # those of a rank that gives targets alone
                 continue
             inputs = formats[0].flatten(batch.args, batch.kwargs, any_size=True)
