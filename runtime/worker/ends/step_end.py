@@ -233,7 +233,7 @@ class AllAtOnce:
             self.sums.begin_step(aside)
         else:
             self._shards.require_all()
-            self.sums.begin_step(earlier=self._shards.earlier_gradients(aside))
+            self.sums.begin_step(earlier=self._shards.begin_step(aside))
         if self._sum is not None:
             self._sum.begin_step()
 

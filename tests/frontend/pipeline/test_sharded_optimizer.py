@@ -21,6 +21,7 @@ from training import MIXED, compiled
 import adaptra
 from adaptra.collectives.owners import balanced_owners
 from adaptra.errors import AdaptraError
+from adaptra.runtime.data_parallel.shards import checksums
 
 ROWS, MICROBATCHES, STEPS = 8, 2, 4
 
@@ -392,6 +393,76 @@ def test_a_sharded_optimizer_goes_with_scalers_hooks_weights_and_checkpoints(tmp
     by_rank = {tuple(found["overflows"]) for found in results}
     assert len(by_rank) > 1, "not every rank finds by itself that a step is to be skipped"
     assert run_processes(go_on_by_two, 2, str(tmp_path)) == [[], []]
+
+
+class Clamping(torch.optim.SGD):
+    """Changes its parameters behind the step of its base, whose hooks run too where torch has seen the base before."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        clamp(self)
+        return result
+
+
+def clamp(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """As hooks and loops clamp weights: those in the optimizer's groups only, and unseen by autograd's version counters."""
+    for group in optimizer.param_groups:
+        for one in group["params"]:
+            one.data.clamp_(-0.05, 0.05)
+
+
+def change_outside(rank: int) -> dict[str, list[str]]:
+    """Two replicas: what differs from an optimizer without shards where more than its step changes parameters."""
+    torch.distributed.init_process_group("gloo")
+    found: dict[str, list[str]] = {}
+    if rank == 0:
+        torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # from here on torch runs hooks of steps of SGD itself too
+    for way, kind in (("hook", torch.optim.SGD), ("subclass", Clamping), ("later", torch.optim.SGD)):
+        runs: list[Run] = []
+        for is_sharded in (False, True):
+            with opened() as pipe:
+                make: Make = pipe.shard if is_sharded else plain
+                optimizer = make(kind, pipe.parameters(), lr=0.05, momentum=0.9)
+                if way == "hook":
+                    optimizer.register_step_post_hook(clamp)
+                run = Run()
+                for number in range(3):
+                    pipe.step(*rows_of(UNEVEN, pipe, number))
+                    run.losses.append(pipe.microbatch_losses)
+                    if way == "later":
+                        run.states.append({name: one.detach().clone() for name, one in pipe.named_parameters()})
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    if way == "later":
+                        clamp(optimizer)
+                    else:
+                        run.states.append({name: one.detach().clone() for name, one in pipe.named_parameters()})
+                runs.append(run)
+                shards = pipe._require().local.shards
+                assert len(shards) == is_sharded
+                del optimizer, make
+                assert not shards, "an optimizer ends with the user's last reference to it"
+        found[way] = runs[1].differences(runs[0])
+    return found
+
+
+@pytest.mark.processes
+def test_what_changes_parameters_beside_the_step_itself_reaches_all_replicas() -> None:
+    for found in run_processes(change_outside, 2):
+        assert found == {"hook": [], "subclass": [], "later": []}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+def test_a_checksum_sees_every_bit(dtype: torch.dtype) -> None:
+    whole = torch.randn(41, generator=torch.Generator().manual_seed(0)).to(dtype)
+    tensors = [whole, whole[1:], whole[0], whole[:0], whole[:40].view(5, 8).t()]
+    assert checksums(tensors) == checksums([one.clone() for one in tensors])
+    for one in tensors[:2]:
+        for place in range(one.numel()):
+            other = one.clone()
+            other.view(-1)[place : place + 1].view(torch.uint8)[0] ^= 1
+            assert checksums([other]) != checksums([one]), place
+        assert checksums([one.neg()]) != checksums([one])
 
 
 def move_both_ways(rank: int) -> tuple[list[str], int, set[str], set[str]]:
