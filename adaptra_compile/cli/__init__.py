@@ -186,8 +186,8 @@ def _duration(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise ArgumentTypeError(f"{text!r}: expected a number that is not negative")
+    if not 0 <= value <= _MOST_AMOUNT:
+        raise ArgumentTypeError(f"{text!r:.80}: expected a number that is not negative, at most {_MOST_AMOUNT:g}")
     return value
 
 
@@ -389,14 +389,25 @@ def _picture(parser: ArgumentParser) -> None:
     parser.add_argument("--slow-edge", type=_edge, action="append", metavar="A-B", help=_SLOW)
 
 
+_MOST_COUNT: Final = 10**9
+_MOST_AMOUNT: Final = 1e18
+_LEAST_SECONDS: Final = 1e-9
+_MOST_SECONDS: Final = 36_500 * 86_400.0
+_MOST_BYTES: Final = 1e18
+"""What is beyond these is a slip of the hand. Within them no product of a few values overflows, or comes to nothing."""
+
+
 def _at_least_one(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) >= 1):
-        raise ArgumentTypeError(f"{text!r}: expected a whole number of at least 1")
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and 1 <= int(text) <= _MOST_COUNT):
+        raise ArgumentTypeError(f"{text!r:.80}: expected a whole number of at least 1, at most {_MOST_COUNT}")
     return int(text)
 
 
 def _names(text: str) -> list[str]:
-    return [name for name in text.split(",") if name]
+    names = text.split(",")
+    if not all(names):
+        raise ArgumentTypeError(f"{text!r:.80}: expected names joined by commas, none of them empty")
+    return names
 
 
 def _seconds(text: str) -> float:
@@ -404,27 +415,33 @@ def _seconds(text: str) -> float:
     for unit, scale in (("us", 1e-6), ("ms", 1e-3), ("s", 1.0), ("min", 60.0), ("h", 3600.0), ("d", 86_400.0)):
         number = text.removesuffix(unit)
         if number != text and number.replace(".", "", 1).isdecimal() and number.isascii() and float(number) > 0:
-            return float(number) * scale
-    raise ArgumentTypeError(f"{text!r}: expected a duration such as 100ms or 2s")
+            value = float(number) * scale
+            if not _LEAST_SECONDS <= value <= _MOST_SECONDS:
+                raise ArgumentTypeError(f"{text!r:.80}: expected a duration of 0.001us to 36500d")
+            return value
+    raise ArgumentTypeError(f"{text!r:.80}: expected a duration such as 100ms or 2s")
 
 
 def _bytes(text: str) -> float:
     """Return the bytes of a size such as 16GB."""
     match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]+)", text)
     if match is None or match[2] not in UNITS or not float(match[1]) > 0:
-        raise ArgumentTypeError(f"{text!r}: expected a size such as 16GB or 1.5GiB")
-    return float(match[1]) * UNITS[match[2]]
+        raise ArgumentTypeError(f"{text!r:.80}: expected a size such as 16GB or 1.5GiB")
+    value = float(match[1]) * UNITS[match[2]]
+    if not 1 <= value <= _MOST_BYTES:
+        raise ArgumentTypeError(f"{text!r:.80}: expected a size of 1B to 1000000TB")
+    return value
 
 
 def _rate(text: str) -> float:
     """Return the bytes per second of a rate such as 450GiB/s."""
     if not text.endswith("/s"):
-        raise ArgumentTypeError(f"{text!r}: expected a rate such as 10GB/s or 450GiB/s")
+        raise ArgumentTypeError(f"{text!r:.80}: expected a rate such as 10GB/s or 450GiB/s")
     return _bytes(text.removesuffix("/s"))
 
 
 def _edge(text: str) -> tuple[int, int]:
-    source, dash, destination = text.partition("-")
-    if not (dash and source.isascii() and destination.isascii() and source.isdigit() and destination.isdigit()):
-        raise ArgumentTypeError(f"{text!r}: expected two stages such as 1-2")
+    source, _, destination = text.partition("-")
+    if not all(one.isascii() and one.isdigit() and len(one) <= 6 for one in (source, destination)):
+        raise ArgumentTypeError(f"{text!r:.80}: expected two stages such as 1-2")
     return int(source), int(destination)

@@ -11,6 +11,7 @@ from adaptra.cli.output import as_json, check_outputs, draw, figures, headline, 
 from adaptra.errors import ReportError, ScheduleError
 from adaptra.program import Program
 from adaptra.program.placement import in_turn, v_shaped
+from adaptra.program.program import refuse_size
 from adaptra.program.schedules import PLACED, generate_for
 from adaptra.report import drawing, perfetto, picture, run_page, text
 from adaptra.report.job_rows import render_job
@@ -153,6 +154,8 @@ def _trace_run(options: Namespace) -> str:
 
 def _generate(name: str, stages: int, microbatches: int) -> Program:
     """Return a schedule by name. Interleaved ones have two stages per rank."""
+    if (why := refuse_size(stages, microbatches)) is not None:
+        raise ScheduleError(f"{name}: {why}")
     if name not in PLACED:
         return generate_for(name, tuple(range(stages)), microbatches)
     if stages % 2:

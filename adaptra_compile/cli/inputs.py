@@ -116,6 +116,7 @@ def _changed(case: Case, changes: Mapping[str, Any]) -> Case:
     if changes["lost"] is not None:
         lost = [worker_of("--lost", one, case.placement) for one in changes["lost"]]
         case = replace(case, lost=case.lost | frozenset(lost))
+    named = set[int]()
     for word in changes["slow"] or ():
         worker, equals, factor = word.partition("=")
         try:
@@ -124,8 +125,12 @@ def _changed(case: Case, changes: Mapping[str, Any]) -> Case:
             equals = ""
             value = 0.0
         if not equals:
-            raise CaseError(f"--slow {word}: expected WORKER=FACTOR such as 1.2=2.0")
-        case = replace(case, slow={**case.slow, worker_of("--slow", worker, case.placement): value})
+            raise CaseError(f"--slow {word:.80}: expected WORKER=FACTOR such as 1.2=2.0")
+        number = worker_of("--slow", worker, case.placement)
+        if number in named:
+            raise CaseError(f"--slow {word:.80}: this worker has a factor already: expected each once")
+        named.add(number)
+        case = replace(case, slow={**case.slow, number: value})
     if changes["optimizer"] is not None:
         case = replace(case, step=(changes["optimizer"],) * case.stages)
     if changes["reduce"] is not None:
@@ -159,8 +164,8 @@ def read_sweep(words: Sequence[str]) -> SweepRange:
     edges = _edges(f"sweep edge={values['edge']}", values["edge"])
     first, last = _range(f"sweep delay={values['delay']}", values["delay"])
     steps = values.get("steps", str(_SWEEP_STEPS))
-    if not (steps.isascii() and steps.isdigit() and 2 <= int(steps) <= _MOST_SWEEP_STEPS):
-        raise CaseError(f"sweep steps={steps}: expected a whole number of 2 to {_MOST_SWEEP_STEPS}")
+    if not (steps.isascii() and steps.isdigit() and len(steps) <= 6 and 2 <= int(steps) <= _MOST_SWEEP_STEPS):
+        raise CaseError(f"sweep steps={steps:.80}: expected a whole number of 2 to {_MOST_SWEEP_STEPS}")
     width = (last - first) / (int(steps) - 1)
     sweep = SweepRange(edges=edges, delays=[first + width * step for step in range(int(steps))])
     if "names" in values:
@@ -180,7 +185,10 @@ def read_uncertain(words: Sequence[str]) -> dict[tuple[int, int], dict[float, fl
         if not equals:
             raise CaseError(f"uncertain {word}: expected A-B=LOW:HIGH, such as 1-2=0:60")
         low, high = _range(f"uncertain {word}", delays)
-        uncertain |= {directed: {low: 1.0, high: 1.0} for directed in _edges(f"uncertain {word}", edge)}
+        for directed in _edges(f"uncertain {word}", edge):
+            if directed in uncertain:
+                raise CaseError(f"uncertain {word}: {directed[0]}>{directed[1]} has delays already: expected each way once")
+            uncertain[directed] = {low: 1.0, high: 1.0}
     return uncertain
 
 

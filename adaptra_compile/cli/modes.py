@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def _case(options: Namespace) -> tuple[SynchronyCase, RecordedCase | None]:
     if options.case is None and not {"replicas", "phi"} <= named.keys():
         raise OptionError("modes: expected a case's file, or --replicas N and --phi SAMPLES")
     if options.slow is not None:
-        named["slow"] = dict(map(_slow, options.slow))
+        named["slow"] = _slow_ones(options.slow)
     recorded = None
     if options.case is not None and Path(options.case).is_dir():
         recorded = recorded_case(load_run(options.case), needs_noise="phi" not in named)
@@ -90,12 +90,19 @@ def _to_loss(loss: float, reach: UpdatesToLoss, recorded: RecordedCase, choice: 
             yield f"          {'≈ ' if is_trial(price.mode) else ''}{price.mode}: {seconds} s from now on ({low} to {high})"
 
 
-def _slow(word: str) -> tuple[str, float]:
-    """Return the replica and its factor, from a text such as ``0=2``."""
-    match = re.fullmatch(r"([0-9]+)=([0-9]+(?:\.[0-9]+)?)", word)
-    if match is None:
-        raise OptionError(f"--slow {word}: expected REPLICA=FACTOR, such as 0=2")
-    return match[1], float(match[2])
+def _slow_ones(words: Sequence[str]) -> dict[str, float]:
+    """Return replicas and their factors, from texts such as ``0=2``."""
+    factors: dict[str, float] = {}
+    for word in words:
+        match = re.fullmatch(r"0*([0-9]{1,6})=([0-9]+(?:\.[0-9]+)?)", word)
+        if match is None:
+            raise OptionError(f"--slow {word:.80}: expected REPLICA=FACTOR, such as 0=2")
+        if match[1] in factors:
+            raise OptionError(
+                f"--slow {word:.80}: replica {match[1]} has a factor of {factors[match[1]]:g} already: expected each once"
+            )
+        factors[match[1]] = float(match[2])
+    return factors
 
 
 def _lines(choice: ModeChoice, moved: Reallocation) -> Iterator[str]:

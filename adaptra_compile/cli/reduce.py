@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Iterable
+from typing import Final
 
 from adaptra.cli import tables
 from adaptra.cli.output import as_json, check_outputs, line_width
@@ -16,6 +17,9 @@ from adaptra.errors import OptionError
 from adaptra.report import drawing
 from adaptra.report.text import percent
 from adaptra.sizes import size_text
+
+_MOST_RANKS: Final = 256
+_MOST_SHARE: Final = 1e6
 
 
 def run_reduce(options: Namespace) -> str:
@@ -66,11 +70,16 @@ def _lines(case: SumCase) -> Iterable[str]:
 def _ports(options: Namespace) -> Ports:
     """Return the ports that the options describe."""
     ranks = options.ranks
-    if ranks < 2:
-        raise OptionError(f"--ranks {ranks}: expected at least 2")
+    if not 2 <= ranks <= _MOST_RANKS:
+        raise OptionError(f"--ranks {ranks}: expected 2 to {_MOST_RANKS}, as every round of every algorithm is played")
     late = _late(options)
     arrivals = tuple(options.delay or 0.0 if rank in late else 0.0 for rank in range(ranks))
-    factors = dict(_factor(word, ranks) for word in options.port or ())
+    factors: dict[int, float] = {}
+    for word in options.port or ():
+        rank, share = _factor(word, ranks)
+        if rank in factors:
+            raise OptionError(f"--port {word}: rank {rank} has a share of {factors[rank]:g} already: expected each rank once")
+        factors[rank] = share
     return Ports(options.alpha, tuple(1 / (options.rate * factors.get(rank, 1.0)) for rank in range(ranks)), arrivals)
 
 
@@ -87,16 +96,19 @@ def _late(options: Namespace) -> set[int]:
 
 
 def _rank(what: str, word: str, ranks: int) -> int:
-    if not (word.isascii() and word.isdigit() and int(word) < ranks):
-        raise OptionError(f"{what}: expected a rank of 0..{ranks - 1}")
+    if not (word.isascii() and word.isdigit() and len(word) <= 6 and int(word) < ranks):
+        raise OptionError(f"{what:.80}: expected a rank of 0..{ranks - 1}")
     return int(word)
 
 
 def _factor(word: str, ranks: int) -> tuple[int, float]:
     """Return the rank of a port and its share of the rate, from a text such as ``2=0.5``."""
     name, _, share = word.partition("=")
-    if re.fullmatch(r"\d+(\.\d+)?", share, re.ASCII) is None or not float(share) > 0:
-        raise OptionError(f"--port {word}: expected RANK=SHARE, a rank and a share of the rate above 0, such as 2=0.5")
+    if re.fullmatch(r"\d+(\.\d+)?", share, re.ASCII) is None or not 1 / _MOST_SHARE <= float(share) <= _MOST_SHARE:
+        raise OptionError(
+            f"--port {word:.80}: expected RANK=SHARE, a rank and a share of the rate of {1 / _MOST_SHARE:g} to "
+            f"{_MOST_SHARE:g}, such as 2=0.5"
+        )
     return _rank(f"--port {word}", name, ranks), float(share)
 
 

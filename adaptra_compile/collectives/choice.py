@@ -21,6 +21,10 @@ _LADDER: Final = (0.5, 0.7, 0.85, 1.2, 1.4, 2.0)
 """Other numbers of parts that are played, times the best so far."""
 _MOST_SETS: Final = 6
 """The most late sets that are played."""
+_MOST_PARTS: Final = 1024
+"""More bring less than a percent beside the rounds that any algorithm takes: messages without bytes would take nothing."""
+_MOST_MESSAGES: Final = 100_000
+"""More are played only where ranks are so many that each has a single part. That many take some tenths of a second."""
 _LONG: Final = 10.0
 """A delay behind which all owners have each other's terms, in times of a sum without late ranks."""
 
@@ -58,9 +62,14 @@ class SumWay:
         return sum_messages(self.algorithm, ranks, self.parts, self.late)
 
     def with_parts(self, about: float, ranks: int) -> SumWay:
-        """Return the same way with about as many parts. Each owner of ``streamed`` has as many as every other."""
+        """Return the same way with about as many parts, up to :func:`most_parts`. Owners of ``streamed`` have equally many."""
         owners = ranks - len(self.late) if self.algorithm == "streamed" else 1
-        return replace(self, parts=owners * max(1, round(about / owners)))
+        return replace(self, parts=owners * max(1, round(min(about, most_parts(ranks)) / owners)))
+
+
+def most_parts(ranks: int) -> int:
+    """Return the most parts that are played among so many ranks: a part takes 2 (N - 1) messages."""
+    return max(ranks, min(_MOST_PARTS, _MOST_MESSAGES // (2 * (ranks - 1))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +278,9 @@ class SumCase:
             before = None
             while before != best[name]:
                 before = best[name]
-                for factor in _LADDER:
-                    self._keep_shorter(best, before.way.with_parts(factor * before.way.parts, ranks))
+                ladder = {before.way.with_parts(factor * before.way.parts, ranks) for factor in _LADDER} - {before.way}
+                for way in sorted(ladder, key=lambda way: way.parts):
+                    self._keep_shorter(best, way)
         return sorted(best.values(), key=lambda price: price.seconds)
 
     def _keep_shorter(self, best: dict[str, SumPrice], way: SumWay) -> None:

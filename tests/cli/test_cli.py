@@ -396,6 +396,13 @@ def test_the_documented_programs_are_read_and_written_as_shown() -> None:
         ("schedule zbv -s 3 -m 2", "zbv: 3 stages: expected an even number, two on each rank"),
         ("schedule 2f2b -s 2 -m 2", "schedule '2f2b': expected one of gpipe, 1f1b, zb_h1, zb_h2, interleaved, zbv\n"),
         ("schedule 1f1b -s 1000000 -m 1000000", "1f1b: 1,000,000 stages × 1,000,000 microbatches are 3,000,000,000,000 ops"),
+        ("schedule 1f1b -s 1000000000 -m 1", "1f1b: 1,000,000,000 stages × 1 microbatches are 3,000,000,000 ops"),
+        ("plan slow.json --slow 0.1=2 --slow 1=3", "--slow 1=3: this worker has a factor already: expected each once"),
+        (
+            "plan slow.json --uncertain 0-1=0:3 --uncertain 0>1=0:5",
+            "uncertain 0>1=0:5: 0>1 has delays already: expected each way once",
+        ),
+        (f"plan slow.json --sweep edge=0-1 delay=0:1 steps={'9' * 5000}", f"sweep steps={'9' * 80}: expected a whole number"),
         (
             "schedule zbv -s 1000000 -m 10",
             "zbv: 1,000,000 stages × 10 microbatches are 30,000,000 ops F, I and W: expected at most",

@@ -73,6 +73,10 @@ def test_modes_are_those_that_are_asked_for(capsys: pytest.CaptureFixture[str]) 
         (["--replicas", "8", "--phi", "0"], "phi 0.0: expected a number above 0"),
         ([*CASE[1:], "--slow", "8=2"], "slow 8: expected a replica of 0..7"),
         ([*CASE[1:], "--slow", "one"], "--slow one: expected REPLICA=FACTOR, such as 0=2"),
+        (
+            [*CASE[1:], "--slow", "1=2", "--slow", "01=3"],
+            "--slow 01=3: replica 1 has a factor of 2 already: expected each once",
+        ),
         ([*CASE[1:], "--modes", "x-order=9"], "mode x-order=9: expected 1 to 8 replicas in an update"),
         ([*CASE[1:], "--allow", "stale"], "allow 'stale': expected some of exact, x-order, deadline, local"),
         (["missing.json"], "missing.json: No such file or directory"),

@@ -9,6 +9,9 @@ import pytest
 
 from adaptra.cli import main
 
+NINES = "9" * 5000
+"""More digits than Python reads as a number."""
+SHARES = "1e-06 to 1e+06, such as 2=0.5"
 SUM = ("reduce", "--ranks", "8", "--bytes", "1GiB", "--alpha", "3us", "--rate", "450GiB/s")
 
 
@@ -61,9 +64,15 @@ def test_the_rounds_of_the_choice_are_drawn(tmp_path: Path, capsys: pytest.Captu
             ["--delay", "1s", "--late", "0,1,2,3,4,5,6,7"],
             "--late 0,1,2,3,4,5,6,7: all 8 ranks are late: expected one that is not",
         ),
-        (["--port", "2=0"], "--port 2=0: expected RANK=SHARE, a rank and a share of the rate above 0, such as 2=0.5"),
+        *(
+            (["--port", f"2={share}"], f"--port 2={share:.78}: expected RANK=SHARE, a rank and a share of the rate of {SHARES}")
+            for share in ("0", "half", "9" * 320, f"0.{'0' * 310}1")
+        ),
         (["--port", "8=1"], "--port 8=1: expected a rank of 0..7"),
-        (["--ranks", "1"], "--ranks 1: expected at least 2"),
+        (["--port", f"{NINES}=1"], f"--port {NINES:.73}: expected a rank of 0..7"),
+        (["--port", "1=0.5", "--port", "1=0.25"], "--port 1=0.25: rank 1 has a share of 0.5 already: expected each rank once"),
+        (["--ranks", "1"], "--ranks 1: expected 2 to 256, as every round of every algorithm is played"),
+        (["--ranks", "2000"], "--ranks 2000: expected 2 to 256, as every round of every algorithm is played"),
         (["--picture", "rounds.txt"], "rounds.txt: suffix '.txt': expected .svg or .png"),
     ],
 )
@@ -78,6 +87,14 @@ def test_wrong_input_is_one_line(capsys: pytest.CaptureFixture[str], arguments: 
         (["--bytes", "0B"], "'0B': expected a size such as 16GB or 1.5GiB"),
         (["--rate", "450GiB"], "'450GiB': expected a rate such as 10GB/s or 450GiB/s"),
         (["--alpha", "0us"], "'0us': expected a duration such as 100ms or 2s"),
+        (["--bytes", f"{NINES}B"], ": expected a size of 1B to 1000000TB"),
+        (["--rate", f"{'9' * 320}B/s"], ": expected a size of 1B to 1000000TB"),
+        (["--alpha", f"{'9' * 320}s"], ": expected a duration of 0.001us to 36500d"),
+        (["--delay", f"{NINES}s"], ": expected a duration of 0.001us to 36500d"),
+        (["--alpha", "0.000000000000000001us"], ": expected a duration of 0.001us to 36500d"),
+        (["--ranks", NINES], ": expected a whole number of at least 1, at most 1000000000"),
+        (["--delay", "1s", "--late", ""], "'': expected names joined by commas, none of them empty"),
+        (["--delay", "1s", "--late", "3,,4"], "'3,,4': expected names joined by commas, none of them empty"),
     ],
 )
 def test_sizes_and_rates_are_refused_by_the_parser(

@@ -74,3 +74,12 @@ def test_the_choice_is_the_shortest_of_all_that_are_played(seed: int) -> None:
         played = [case.price(way).seconds - last for way in (*ways, *ladder)]
         assert case.prices[0].seconds - last <= 1.02 * min(played), case
         assert case.bound.seconds <= case.prices[0].seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("latency", [1e-30, 1e-12])
+def test_parts_are_no_more_than_can_be_played(latency: float) -> None:
+    """Without a latency the equations take as many parts as there are bytes, and more."""
+    case = SumCase(1e12, Ports(latency, (1e-9,) * 4, (0.0, 0.0, 0.0, 1.0)))
+    assert max(price.way.parts for price in case.prices) in range(1000, 1030)
+    assert case.critical_delay is not None
+    assert {price.way.parts for price in one_late(8, 0.01).prices} <= set(range(1, 200)), "others choose as before"

@@ -15,6 +15,8 @@ _BATCH: Final = 128.0
 """Samples of a replica's step, unless given: those of STAR's workers."""
 _MICROBATCHES: Final = 8
 _MOST_REPLICAS: Final = 4096
+_MOST: Final = 1e18
+"""With values up to this, and from one over it, no product of a few overflows or comes to nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +62,11 @@ class SynchronyCase:
         for name, value in (("phi", self.phi), ("batch", self.batch), ("seconds", self.seconds)):
             if not (is_finite(value) and value > 0):
                 raise CaseError(f"{name} {value!r}: expected a number above 0")
-        for name, value, most in (("jitter", self.jitter, 5), ("pauses", self.pauses, 1), ("exchange", self.exchange, None)):
-            if not (is_finite(value) and value >= 0 and (most is None or value <= most)):
-                raise CaseError(
-                    f"{name} {value!r}: expected a number of at least 0{'' if most is None else f', at most {most}'}"
-                )
+            if not 1 / _MOST <= value <= _MOST:
+                raise CaseError(f"{name} {value!r}: expected a number of {1 / _MOST:g} to {_MOST:g}")
+        for name, value, most in (("jitter", self.jitter, 5), ("pauses", self.pauses, 1), ("exchange", self.exchange, _MOST)):
+            if not (is_finite(value) and 0 <= value <= most):
+                raise CaseError(f"{name} {value!r}: expected a number of at least 0, at most {most:g}")
         self._check_slow()
         self._check_modes()
 
@@ -74,6 +76,8 @@ class SynchronyCase:
                 raise CaseError(f"slow {replica}: expected a replica of 0..{self.replicas - 1}")
             if not (is_finite(factor) and factor >= 1):
                 raise CaseError(f"slow {replica}={factor!r}: expected a factor of at least 1")
+            if factor > _MOST:
+                raise CaseError(f"slow {replica}={factor!r}: expected a factor of at most {_MOST:g}")
 
     def _check_modes(self) -> None:
         for kind in self.allow:

@@ -43,7 +43,10 @@ def test_usual_modes_depend_on_who_is_slow() -> None:
         ({"replicas": 8, "phi": "x"}, "c.json: field 'phi': expected a finite number, got 'x'"),
         ({"replicas": 8, "phi": 1, "batch": -1}, "c.json: batch -1.0: expected a number above 0"),
         ({"replicas": 8, "phi": 1, "pauses": 2}, "c.json: pauses 2.0: expected a number of at least 0, at most 1"),
-        ({"replicas": 8, "phi": 1, "exchange": -1}, "c.json: exchange -1.0: expected a number of at least 0"),
+        ({"replicas": 8, "phi": 1, "exchange": -1}, "c.json: exchange -1.0: expected a number of at least 0, at most 1e+18"),
+        ({"replicas": 8, "phi": 1e308, "batch": 1e-308}, "c.json: phi 1e+308: expected a number of 1e-18 to 1e+18"),
+        ({"replicas": 8, "phi": 1, "batch": 1e-308}, "c.json: batch 1e-308: expected a number of 1e-18 to 1e+18"),
+        ({"replicas": 8, "phi": 1, "slow": {"0": 1e200}}, "c.json: slow 0=1e+200: expected a factor of at most 1e+18"),
         (
             {"replicas": 8, "phi": 1, "microbatches": 0},
             "c.json: field 'microbatches': expected a whole number of at least 1, got 0",
