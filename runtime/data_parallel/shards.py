@@ -7,8 +7,10 @@ travel from the owners before such a step.
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from itertools import zip_longest
 from typing import Final
 
 import torch
@@ -129,6 +131,33 @@ class Shards:
         bits = [rows[owner][number] for number, owner in enumerate(owners)]
         whole = torch.tensor(bits, dtype=torch.int64).view(torch.float64).to(norms.device)
         return whole, torch.tensor([rows[owner][len(names) + number] for number, owner in enumerate(owners)], dtype=codes.dtype)
+
+
+def require_same_settings(replicas: Replicas, settings: Sequence[str]) -> None:
+    """Refuse settings of an optimizer that differ. All replicas call it between two steps.
+
+    Args:
+        replicas: The replicas, each with its own settings.
+        settings: A text for each setting.
+
+    Raises:
+        OptionError: Another replica has other ones; names the first that differs, there and here.
+        PeerLostError: Another replica has failed.
+    """
+    text = "\n".join(settings).encode()
+    told = replicas.gather([zlib.crc32(text), len(text)])
+    if all(one == told[0] for one in told):
+        return
+    longest = max(length for _, length in told)
+    texts = replicas.gather([*text.ljust(longest)])
+    there = [bytes(one).decode().rstrip().split("\n") for one in texts]
+    other = next(number for number, one in enumerate(there) if one != there[replicas.index])
+    pairs = zip_longest(there[other], there[replicas.index], fillvalue="no other setting")
+    different, own = next((one, mine) for one, mine in pairs if one != mine)
+    raise OptionError(
+        f"shard: replica {other} was given {different:.80}, and replica {replicas.index} {own:.80}: expected the same settings "
+        "on every rank"
+    )
 
 
 def checksums(tensors: Sequence[Tensor]) -> list[int]:

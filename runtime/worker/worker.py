@@ -34,7 +34,7 @@ from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.control_store.signed_store import under
 from adaptra.runtime.control_store.stores import error_of_store
 from adaptra.runtime.data_parallel.kept_buffers import KeptBuffers
-from adaptra.runtime.data_parallel.shards import Shards
+from adaptra.runtime.data_parallel.shards import Shards, require_same_settings
 from adaptra.runtime.exchange.store_exchange import gather
 from adaptra.runtime.injection.failures import Failures
 from adaptra.runtime.injection.points import Moment
@@ -456,15 +456,16 @@ class Worker:
         """The replica that owns each trainable parameter that a sharded optimizer has, by name."""
         return {} if self._parts.shards is None else self._parts.shards.owners
 
-    def shard(self, owners: Mapping[str, int], digest: int) -> None:
+    def shard(self, owners: Mapping[str, int], digest: int, settings: Sequence[str]) -> None:
         """Bring gradients only to the replicas that own their parameters, from the next step on. All replicas call it.
 
         Args:
             owners: The replica that owns each trainable parameter that a sharded optimizer has.
             digest: A number that is equal on replicas that shard alike.
+            settings: The optimizer's settings, to be equal on all replicas.
 
         Raises:
-            OptionError: They shard other parameters; nothing has changed.
+            OptionError: They shard other parameters, or with other settings; nothing has changed.
         """
         with self._meeting():
             others = [replica for replica, (one,) in enumerate(self._context.replicas.gather([digest])) if one != digest]
@@ -473,6 +474,7 @@ class Worker:
                     f"shard: replica {others[0]} shards another optimizer than replica {self.replica}, or other groups: "
                     "expected the same class and the same parameters in the same groups on every rank"
                 )
+            require_same_settings(self._context.replicas, settings)
             self.go_on_with(owners)
 
     def go_on_with(self, owners: Mapping[str, int]) -> None:

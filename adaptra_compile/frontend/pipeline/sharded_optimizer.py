@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from numbers import Number
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from adaptra.frontend.running.session import Session
 from adaptra.frontend.running.sharded_parameters import ShardedParameters
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
+
+_MOST_NUMBERS: Final = 64
+"""A tensor of more numbers is no setting."""
 
 Group = dict[str, Any]
 """Parameters, each alone or behind a name, and their settings."""
@@ -99,7 +103,10 @@ class Sharding:
         trained = [name for name in wanted if name in sizes]
         digest = zlib.crc32(repr((f"{kind.__module__}.{kind.__qualname__}", own)).encode())
         shared = {name: owner for name, owner in owners.items() if name in worker.owners or name in trained}
-        self._session.local.on_every_rank(lambda one: one.shard(shared, digest), "shard")
+        told = [f"{name}={_plain(value)}" for name, value in sorted(settings.items())]
+        for number, group in enumerate(groups):
+            told += [f"{name}={_plain(value)} in group {number}" for name, value in sorted(group.items()) if name != "params"]
+        self._session.local.on_every_rank(lambda one: one.shard(shared, digest, told), "shard")
 
         def is_here(parameter: Tensor) -> bool:
             """Others than trained ones have no gradients, so any replica may have them: all do, or the first."""
@@ -109,6 +116,15 @@ class Sharding:
         optimizer = kind(here, **settings)
         self._session.local.shards[optimizer] = ShardedParameters(self._session.local, optimizer, trained)
         return optimizer
+
+
+def _plain(value: object) -> str:
+    """Return a setting's text, the same on all ranks that were given the same. Of what is no plain value it is the type."""
+    if isinstance(value, Tensor) and value.numel() <= _MOST_NUMBERS:
+        return f"tensor({value.tolist()!r}, {value.dtype})"
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_plain, value))}]"
+    return repr(value) if value is None or isinstance(value, (Number, str, torch.dtype)) else type(value).__qualname__
 
 
 def _tensor(one: Any) -> Tensor:

@@ -33,6 +33,7 @@ OTHERS = (
     "shard: replica … shards another optimizer than replica …, or other groups: expected the same class and the same "
     "parameters in the same groups on every rank"
 )
+SETTINGS = "shard: replica … was given …, and replica … …: expected the same settings on every rank"
 UNCOVERED = (
     "…: in no optimizer of pipe.shard, where others are: expected all trainable parameters in sharded optimizers, or none"
 )
@@ -529,7 +530,16 @@ def mistake(rank: int) -> dict[str, tuple[str, str]]:
     with opened() as pipe:
         parameters = sorted(pipe.parameters(), key=lambda one: one.numel(), reverse=rank == 1)
         found[OTHERS] = refused(lambda: pipe.shard(torch.optim.SGD, parameters, lr=0.1))
+    with opened() as pipe:
+        found[SETTINGS] = refused(lambda: pipe.shard(torch.optim.SGD, lr=torch.tensor(0.1 + rank), momentum=0.9))
     return found
+
+
+def mistake_of_a_group(rank: int) -> tuple[str, str]:
+    torch.distributed.init_process_group("gloo")
+    with opened() as pipe:
+        groups = [{"params": one, "betas": (0.9, 0.5 + rank / 4)} for one in matrices(pipe.parameters())]
+        return refused(lambda: pipe.shard(torch.optim.AdamW, groups, lr=0.1))
 
 
 def mistake_in_a_job_that_survives(rank: int) -> tuple[str, str]:
@@ -544,10 +554,15 @@ def test_what_cannot_be_sharded_is_refused() -> None:
     for row, told in found.items():
         # Where a job fails, the other rank may be told of it before it finds the mistake itself.
         own = [(kind, message) for kind, message in (told, other[row]) if not message.startswith("rank")]
-        assert len(own) == 2 or row in (UNCOVERED, OTHERS)
+        assert len(own) == 2 or row in (UNCOVERED, OTHERS, SETTINGS)
         assert own, row
         for kind, message in own:
             check_documented(kind, message, row)
+    of_group = [message for _, message in run_processes(mistake_of_a_group, 2)]
+    assert any(
+        re.search(r"replica (0 was given betas=.0.9, 0.5. in group 0|1 was given betas=.0.9, 0.75. in group 0), and", one)
+        for one in of_group
+    )
     for kind, message in run_processes(mistake_in_a_job_that_survives, 2):
         check_documented(kind, message, SURVIVES)
 
