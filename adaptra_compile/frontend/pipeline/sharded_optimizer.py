@@ -102,7 +102,8 @@ class Sharding:
         owners = balanced_owners(sizes, world.replicas, worker.owners)
         trained = [name for name in wanted if name in sizes]
         digest = zlib.crc32(repr((f"{kind.__module__}.{kind.__qualname__}", own)).encode())
-        shared = {name: owner for name, owner in owners.items() if name in worker.owners or name in trained}
+        # A parameter that an earlier optimizer has may be frozen by now: it keeps its owner.
+        shared = {**worker.owners, **{name: owner for name, owner in owners.items() if name in trained}}
         told = [f"{name}={_plain(value)}" for name, value in sorted(settings.items())]
         for number, group in enumerate(groups):
             told += [f"{name}={_plain(value)} in group {number}" for name, value in sorted(group.items()) if name != "params"]

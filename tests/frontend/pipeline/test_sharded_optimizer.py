@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from training import MIXED, compiled
 import adaptra
 from adaptra.collectives.owners import balanced_owners
 from adaptra.errors import AdaptraError
+from adaptra.frontend.pipeline.sharded_optimizer import Sharding
 from adaptra.runtime.data_parallel.shards import checksums
 
 ROWS, MICROBATCHES, STEPS = 8, 2, 4
@@ -580,6 +582,23 @@ def test_one_replica_has_a_plain_optimizer(one_thread: None) -> None:
         sharded = train(pipe, UNEVEN, [optimizer])
     with opened() as pipe:
         assert not sharded.differences(train(pipe, UNEVEN, [torch.optim.AdamW(pipe.parameters(), lr=0.01)]))
+
+
+def test_a_parameter_that_is_not_trained_any_more_keeps_its_owner() -> None:
+    """As where it was frozen, another one not, and the cut has moved: the first optimizer still brings it."""
+    later, owners = nn.Parameter(torch.ones(3)), dict[str, int]()
+    worker = SimpleNamespace(
+        owners={"frozen": 1}, trainable={"later": later}, replica=0, shard=lambda shared, *_: owners.update(shared)
+    )
+    world = SimpleNamespace(replicas=2, sites=1, has_guests=False)
+    session: Any = SimpleNamespace(
+        launched=SimpleNamespace(world=world, job=SimpleNamespace(keeper=None)),
+        local=SimpleNamespace(on_every_rank=lambda run, _: [run(worker)], shards={}),
+        workers=[worker],
+    )
+    optimizer = Sharding(session, {later: "later"}).optimizer(torch.optim.SGD, [{"params": [later]}], {"lr": 0.1})
+    assert owners == {"frozen": 1, "later": 0}
+    assert optimizer.param_groups[0]["params"] == [later]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 8])
