@@ -42,7 +42,7 @@ class LoggedExchanges:
         self.end: Final = max([steps, *self._left])
 
     def in_step(self, steps: int) -> list[tuple[int, Ballot]]:
-        """Return the exchanges at the begin of the step after so many, each with its stage.
+        """Return the exchanges at the begin of the step after this number of them, each with its stage.
 
         Raises:
             StateError: The log has an exchange of all before that step.
@@ -53,7 +53,7 @@ class LoggedExchanges:
         return logged
 
     def in_exchange(self, steps: int) -> tuple[int, Ballot]:
-        """Return the next one of an exchange of all after so many steps, and its stage.
+        """Return the next one of an exchange of all after this number of steps, and its stage.
 
         Raises:
             StateError: It has none.
@@ -65,7 +65,7 @@ class LoggedExchanges:
         """Refuse an exchange of all where the log has none.
 
         Raises:
-            StateError: It has none after so many steps.
+            StateError: It has none after this number of steps.
         """
         logged = self._left.get(steps, [])
         if not logged or not self._is_last(logged[0][1]):

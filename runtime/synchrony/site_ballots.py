@@ -56,7 +56,7 @@ class Counts:
 
 
 def waits_too_long(stage: int, steps: int, name: str, every: int) -> StateError:
-    """Return the error of an exchange that has waited for this parameter's update for so many steps."""
+    """Return the error of an exchange that has waited for this parameter's update, and for how many steps."""
     return StateError(
         f"exchange of stage {stage}: it has waited {steps} steps, as {name} has a gradient of the ones before: expected "
         f"optimizer.step() and optimizer.zero_grad() at least once in every={every} steps"

@@ -195,8 +195,8 @@ class Local:
     A site is as many consecutive replicas as each other one has. Its replicas stay equal to the last bit. Each stage has its
     own exchange, and these are spread over the interval. At a stage's exchange its parameters become equal on all sites.
 
-    An exchange changes parameters in place. An optimizer that steps copies of its own, such as float32 ones of bfloat16
-    parameters, would overwrite them at its next step, and undo the exchange: use one that steps the parameters themselves.
+    An exchange changes parameters in place, so use an optimizer that steps the parameters themselves. One that steps copies of
+    its own, such as float32 ones of bfloat16 parameters, overwrites them at its next step, and undoes the exchange.
 
     Attributes:
         every: The number of steps between two exchanges of a stage. One that is due within an update of several steps waits for

@@ -229,9 +229,9 @@ def test_exchanges_wait_for_the_end_of_an_update() -> None:
     for found in run_processes(accumulated, 2):
         assert found["all"] == [4, 6]
         assert found["resumed"] == [4, 6]
-        assert all(steps % 2 == 0 for steps in found["quorum"]) and len(found["quorum"]) == 2
+        assert found["quorum"] and all(steps % 2 == 0 for steps in found["quorum"])
         assert found["replayed"] == found["quorum"]
         check_documented("StateError", found["never, all"], waits)
         check_documented("StateError", found["never, quorum"], waits)
         check_documented("StateError", found["amid"], held)
-        assert "a step after 10 steps: an exchange is due" in found["beyond"]
+        assert "steps: an exchange is due, and the log that is replayed has its last one after" in found["beyond"]
