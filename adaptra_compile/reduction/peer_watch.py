@@ -55,16 +55,20 @@ class PeerWatch:
         members: This member of them.
         ranks: Their ranks in the job.
         end_waits: Ends this member's waits for messages.
+        end: Ends its connections, behind the watch. Neither may keep alive whoever closes the watch.
 
     Attributes:
         error: What ends all sums of this member, once it is known.
     """
 
-    def __init__(self, members: Members, ranks: Sequence[int], end_waits: Callable[[], object]) -> None:
+    def __init__(
+        self, members: Members, ranks: Sequence[int], end_waits: Callable[[], object], end: Callable[[], object]
+    ) -> None:
         self.error: AdaptraError | None = None
         self._members = members
         self._ranks = ranks
         self._end_waits = end_waits
+        self._end = end
         store = control_plane(members)
         self._store = AskedStore(store)
         store.set(_doing_of(members.rank), "")  # all have, once there is the evidence
@@ -103,16 +107,24 @@ class PeerWatch:
             self.error = PeerLostError(f"a sum over ranks has failed: {error}")
         return self.error
 
-    def close(self) -> None:
-        """End the watch: from now on this member counts as ended, and as lost in meetings that it has not finished."""
+    def close(self, *, waits: bool = True) -> None:
+        """End the watch and the connections. From now on this member is lost in meetings that it has not finished.
+
+        Args:
+            waits: Whether to wait until they have ended.
+        """
         with self._changed:
             self._is_closed = True
             self._changed.notify()
-        self._thread.join()
+        if waits:
+            self._thread.join()
+
+    def _close(self) -> None:
         self._store.ask(lambda store: store.set(_finished_of(self._members.rank), str(self._finished)))
         self._linger()
         self._evidence.close()
         self._store.give_back()
+        self._end()
 
     def _linger(self) -> None:
         """Where the store ends with this process, stay until all others that live have closed too, for a while."""
@@ -178,6 +190,14 @@ class PeerWatch:
         return texts is not None
 
     def _run(self) -> None:
+        try:
+            self._watch()
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_closed)
+        finally:
+            self._close()
+
+    def _watch(self) -> None:
         compared, compared_at = 0, 0.0
         while not self._is_closed and self.error is None:
             with self._changed:

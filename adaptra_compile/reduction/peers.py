@@ -5,9 +5,12 @@ from __future__ import annotations
 import atexit
 import hashlib
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
+from copy import copy
+from functools import partial
 from typing import Final
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -28,7 +31,8 @@ _joined: Final = Counter[str]()
 """How often this process has joined the members of each group, for each purpose."""
 _failed: Final = WeakKeyDictionary[ProcessGroup, dict[str, AdaptraError]]()
 """What has ended a joining for good, by group and purpose."""
-_open: Final = WeakSet["Peers"]()
+_open: Final = WeakSet[PeerWatch]()
+"""The watches of this process that nobody has closed."""
 
 
 def joined_group(group: ProcessGroup | None) -> ProcessGroup:
@@ -82,20 +86,19 @@ class Peers:
             return
         failed = _failed.setdefault(joined, {})
         if purpose in failed:
-            raise failed[purpose]
+            raise copy(failed[purpose])
         _joined[name] += 1
         members = Members(f"adaptra/reduction/{name}/{_joined[name]}", self.rank, len(self.ranks))
         doing = f"the first {purpose} over {_described(joined, self.ranks)}"
         try:
             self._join(joined, members, doing)
         except AdaptraError as error:
-            failed[purpose] = error
+            failed[purpose] = copy(error)  # without the frames, which hold the group
             raise
         carrier = self._groups[0]
         # With tags, members that do something else never meet. NCCL has none.
         self._texts = None if len(self._groups) == 1 else self._groups[1]
         self.sums: Final = GroupSum(carrier, algorithm=ALGORITHMS[how.algorithm], limit=how.bucket, dtype=how.dtype)
-        _open.add(self)
 
     def require_open(self) -> None:
         """Refuse a sum after the end.
@@ -121,7 +124,7 @@ class Peers:
         with self._one_at_a_time:
             self.require_open()
             if self._watch.error is not None:
-                raise self._watch.error
+                raise copy(self._watch.error)
             self._number += 1
             digest = hashlib.sha256(f"{self._number} {what}".encode()).digest()
             self.sums.tag = int.from_bytes(digest[:4], "big") >> 2
@@ -131,7 +134,7 @@ class Peers:
                 yield
                 self._watch.finish()
             except RuntimeError as error:
-                raise self._watch.explain(error) from error
+                raise copy(self._watch.explain(error)) from error
             finally:
                 self._watch.end()
 
@@ -147,23 +150,26 @@ class Peers:
         was_closed, self._is_closed = self._is_closed, True
         if was_closed or len(self.ranks) == 1:
             return
-        _open.discard(self)
+        _open.discard(self._watch)
         self._watch.close()
-        for group in self._groups:
-            end_group(group)
 
     def _join(self, group: ProcessGroup, members: Members, doing: str) -> None:
         """Open this member's connections, once all members have come to do so."""
+        groups, backend = self._groups, dist.get_backend(group)
 
         def connect() -> None:
             with own_client():  # as several threads may connect at once
-                self._groups.append(new_group(members.part("terms"), dist.get_backend(group), FOR_EVER))
-                if not is_gloo(self._groups[0]):
-                    self._groups.append(new_group(members.part("texts"), "gloo", FOR_EVER))
+                groups.append(new_group(members.part("terms"), backend, FOR_EVER))
+                if not is_gloo(groups[0]):
+                    groups.append(new_group(members.part("texts"), "gloo", FOR_EVER))
 
         with Joining(group, members, self.ranks, doing) as joining:
             joining.meet()
-            self._watch = joining.wait(lambda: PeerWatch(members, self.ranks, self._end_waits))
+            ends = partial(_end_waits, groups), partial(_end, groups)
+            self._watch = joining.wait(lambda: PeerWatch(members, self.ranks, *ends))
+            # Whoever drops the group drops this too, and then all that belongs to it ends.
+            weakref.finalize(self, self._watch.close, waits=False).atexit = False
+            _open.add(self._watch)
             try:
                 self._watch.begin(self._number, doing)
                 joining.wait(connect, self._watch)
@@ -177,15 +183,21 @@ class Peers:
         """Where messages have no tags, wait until all members do the same."""
         if self._texts is None:
             return
-        own = torch.tensor([*digest], dtype=torch.uint8)
+        own = torch.tensor([*digest], dtype=torch.uint8, device="cpu")
         everyone = [torch.empty_like(own) for _ in self.ranks]
         self._texts.allgather([everyone], [own]).wait()
         if any(not torch.equal(one, own) for one in everyone):
             raise RuntimeError("members do something else")
 
-    def _end_waits(self) -> None:
-        for group in self._groups:
-            end_waits(group)
+
+def _end_waits(groups: list[ProcessGroup]) -> None:
+    for group in groups:
+        end_waits(group)
+
+
+def _end(groups: list[ProcessGroup]) -> None:
+    while groups:
+        end_group(groups.pop())
 
 
 def _described(group: ProcessGroup, ranks: list[int]) -> str:
@@ -196,5 +208,8 @@ def _described(group: ProcessGroup, ranks: list[int]) -> str:
 @atexit.register
 def _close_all() -> None:
     """End what joins this process to others, before torch and Python end."""
-    for peers in [*_open]:
-        peers.close()
+    watches = [*_open]
+    for watch in watches:
+        watch.close(waits=False)
+    for watch in watches:
+        watch.close()

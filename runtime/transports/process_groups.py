@@ -255,7 +255,7 @@ def end_waits(group: ProcessGroup) -> None:
     for peer in range(group.size()):
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):  # its timeout
-                group.recv([torch.empty(1, dtype=torch.uint8)], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
+                group.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, 2**31 - 1).wait(timedelta(milliseconds=1))
 
 
 def end_waits_of_user(lost: Collection[int]) -> None:
@@ -284,7 +284,7 @@ def broken_peer(group: ProcessGroup, among: Iterable[int] | None = None) -> int 
     for peer in range(group.size()) if among is None else among:
         if peer != group.rank():
             try:
-                group.send([torch.empty(1, dtype=torch.uint8)], peer, _PROBE_TAG)
+                group.send([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _PROBE_TAG)
             except RuntimeError:
                 return peer
     return None

@@ -38,7 +38,7 @@ def watches(name: str) -> tuple[Any, Any, threading.Event]:
     made: dict[int, Any] = {}
 
     def make(member: int) -> None:
-        made[member] = PeerWatch(Members(name, member, 2), [0, 1], ended.set)
+        made[member] = PeerWatch(Members(name, member, 2), [0, 1], ended.set, lambda: None)
 
     threads = [threading.Thread(target=make, args=(member,)) for member in range(2)]
     for thread in threads:
