@@ -1,4 +1,4 @@
-"""The watch over the ranks of a sum, two of them in one process: what it makes of a store that rests, and of other threads."""
+"""The watch over the ranks of a sum: what it makes of a store that rests, and of other threads."""
 
 from __future__ import annotations
 
