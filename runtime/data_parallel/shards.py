@@ -21,7 +21,7 @@ from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.sizes import size_text
 
 _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""The whole numbers of so many bytes."""
+"""Whole numbers by their bytes."""
 
 
 class Shards:
@@ -94,13 +94,13 @@ class Shards:
         sums = checksums([self._state[name] for name in self.owners])
         count = len(names)
         # The largest of a number and of its complement: they fit together only where the number is the same on all replicas.
-        found = self.replicas.largest([*(int(one is not None) for one in own.values()), *sums, *(~one for one in sums)])
-        largest, complements = found[count : count + len(sums)], found[count + len(sums) :]
+        maxima = self.replicas.largest([*(int(one is not None) for one in own.values()), *sums, *(~one for one in sums)])
+        largest, complements = maxima[count : count + len(sums)], maxima[count + len(sums) :]
         pairs = zip(self.owners, largest, complements, strict=True)
         if changed := [name for name, one, complement in pairs if one != ~complement]:
             self.bring_parameters(changed)
         earlier: dict[str, Tensor] = {}
-        for (name, gradient), is_there in zip(own.items(), found[:count], strict=True):
+        for (name, gradient), is_there in zip(own.items(), maxima[:count], strict=True):
             if is_there:
                 earlier[name] = torch.empty_like(self._parameters[name]) if gradient is None else gradient
         if earlier:

@@ -119,7 +119,7 @@ def go_on(local: adaptra.Local, stages: int) -> list[bytes]:
 def weights_of_sites() -> list[list[float]]:
     """The weight of each site in each exchange, where the first replica of four has twice as many rows as each other one."""
     options = adaptra.Options(synchrony=adaptra.Local(2, sites=2))
-    summed = {"stages": 1, "microbatches": MICROBATCHES, "reduction": "sum"}
+    summed: dict[str, Any] = {"stages": 1, "microbatches": MICROBATCHES, "reduction": "sum"}
     with compiled(SUMMED, SUMMED.rows(ROWS, 0), options=options, **summed) as pipe:
         inner = torch.optim.SGD(pipe.parameters(), lr=0.001)
         args, kwargs = call(SUMMED.rows(ROWS if pipe.replica else 2 * ROWS, pipe.replica))

@@ -61,7 +61,7 @@ def run(before: Any, broadcast: bool = True, pause: float = 0.0, scales: bool = 
         for step in range(STEPS):
             if step == AT and isinstance(before, list):
                 given = [batch(pipe.replica, 50 + number) for number in range(4)]
-                how = {"update": update} if pause else {}
+                how: dict[str, Any] = {"update": update} if pause else {}
                 found["trial"] = pipe.settle_synchrony(given, optimizer, allow=before, rounds=ROUNDS, **how)
             elif step == AT and before is not None:
                 mode: Any = before
