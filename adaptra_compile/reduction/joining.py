@@ -98,13 +98,13 @@ class Joining:
             ControlError: Another member waits for this one in another place; names both.
             PeerLostError: A member is lost, or does not come in time; names its rank.
         """
-        made: list[T] = []
+        results: list[T] = []
         failed: list[Exception] = []
 
         def run() -> None:
             try:
                 with self._borrower.here():
-                    made.append(make())
+                    results.append(make())
             except Exception as error:
                 failed.append(error)
 
@@ -113,7 +113,7 @@ class Joining:
         thread.start()
         thread.join(_QUIET_SECONDS)
         explains_until: float | None = None
-        while not made:
+        while not results:
             now = time.monotonic()
             if failed and (isinstance(failed[0], AdaptraError) or not isinstance(failed[0], RuntimeError)):
                 raise failed[0]
@@ -127,7 +127,7 @@ class Joining:
                     raise PeerLostError(f"a sum over ranks has failed: {failed[0]}") from failed[0]
                 time.sleep(_LOOK_SECONDS)
             thread.join(_LOOK_SECONDS if now - began < _LONG_SECONDS else _LONG_LOOK_SECONDS)
-        return made[0]
+        return results[0]
 
     def __enter__(self) -> Self:
         """Return it."""
