@@ -129,10 +129,10 @@ def refused_in_the_midst(_rank: int) -> tuple[Any, ...]:
         train(pipe, optimizer, range(1))
         before, changes = state_of(pipe), pipe.session.synchrony
 
-        def planned(mode: Any) -> Any:
+        def planned(mode: Any, *others: Any) -> Any:
             if mode == STEALING and pipe.synchrony == adaptra.Local(2):
                 raise PlanError("no program fits")
-            return type(changes).planned(changes, mode)
+            return type(changes).planned(changes, mode, *others)
 
         changes.planned = planned  # type: ignore[method-assign]
         kind = message(lambda: pipe.settle_synchrony([batch(pipe.replica, 1)], allow=[adaptra.Local(2), STEALING], rounds=3))[0]

@@ -226,7 +226,7 @@ def change_after_updates(rank: int, end: str) -> tuple[list[Any], dict[int, Any]
             pipe.load_state_dict({name: one.clone() for name, one in pipe.state_dict().items()})
         else:
             pipe.exchange()
-            begun[pipe.updates] = bits_of(pipe.named_parameters())
+            begun[pipe.updates + 1] = bits_of(pipe.named_parameters())  # what the next update would begin with
     return log, begun, ended
 
 
