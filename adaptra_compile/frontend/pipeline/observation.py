@@ -17,6 +17,7 @@ from adaptra.report.stage_table import PADDED, MeasuredStep, measured_lines, sta
 from adaptra.runtime.control.plans.events import ControlEvent
 from adaptra.runtime.measuring.reduces import StageReduce
 from adaptra.runtime.measuring.step_norms import NoiseOfStages
+from adaptra.runtime.worker.ends.x_order import XOrderSteps
 from adaptra.runtime.worker.worker import Worker
 from adaptra.simulation.cost import CostModel
 from adaptra.simulation.job import alike_case
@@ -184,6 +185,10 @@ class ObservationMethods(HeldSession):
 
         Under torchrun all ranks of the job call this. Only the rank of worker 0 gets the timeline, the others None. That is the
         rank of replica 0 with the first stage.
+
+        Raises:
+            PipelineError: No step has run, or the pipeline is closed.
+            StateError: Replicas in x-order may be at different updates.
         """
         return self._timeline("timeline")
 
@@ -192,6 +197,8 @@ class ObservationMethods(HeldSession):
         session.local.require_running()
         if self._losses is None or not session.workers[0].monitor.kept:
             raise PipelineError("no step has run yet: a timeline shows the last step")
+        if isinstance(order := session.workers[0].apart, XOrderSteps):
+            order.require_equal(call)  # a replica that is behind would wait for updates of those that wait here
         return session.local.on_every_rank(Worker.timeline, call)[0]
 
     def save_trace(self, path: str | Path) -> None:
@@ -205,6 +212,7 @@ class ObservationMethods(HeldSession):
 
         Raises:
             ReportError: The suffix is unknown, or the folder does not exist.
+            PipelineError, StateError: As :meth:`timeline`.
             MissingExtraError: A picture needs matplotlib, which is not installed. The text says what to install.
         """
         suffix = check_suffix(path, (".json", *drawing.SUFFIXES))

@@ -49,6 +49,7 @@ ROWS_OF: dict[str, str] = {
         "pipe.load_state_dict() on all ranks before"
     ),
     "state too early": "…: replicas may be at different updates: expected pipe.exchange() on all ranks before",
+    "timeline too early": "…: replicas may be at different updates: expected pipe.exchange() on all ranks before",
     "state of another mode": (
         "outer state: …: expected that of pipe.outer_state_dict() in x-order, which has steps and updates"
     ),
@@ -82,7 +83,7 @@ OF_ALL = "replay: a log of … updates, where each update has all … replicas: 
 
 KINDS = {
     **dict.fromkeys(("hooks", "scaler", "taken with a scaler", "tried with a scaler"), "OptionError"),
-    **{what: "StateError" for what in ROWS_OF if what.startswith(("log", "part", "state"))},
+    **{what: "StateError" for what in ROWS_OF if what.startswith(("log", "part", "state", "timeline"))},
 }
 
 
@@ -147,6 +148,7 @@ def refused(rank: int) -> dict[str, Any]:
             note("state of another mode", lambda state=state: pipe.load_outer_state_dict(state))  # type: ignore[arg-type]
         note("no step", optimizer.step)
         step(pipe)
+        note("timeline too early", pipe.timeline)
         note("exchange", pipe.exchange)
         note("state too early", pipe.outer_state_dict)
         note("another optimizer", lambda: pipe.attach(adam(pipe.parameters())))
