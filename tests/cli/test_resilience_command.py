@@ -112,7 +112,7 @@ def test_wrong_input_gets_one_line(
     [
         ("--mtbf", "-3h", "'-3h': expected a duration such as 100ms or 2s"),
         ("--state", "16", "'16': expected a size such as 16GB or 1.5GiB"),
-        ("--losses", "0", "'0': expected a whole number of at least 1"),
+        ("--losses", "0", "'0': expected a whole number of at least 1, at most 1000000000"),
     ],
 )
 def test_an_impossible_value_is_named(

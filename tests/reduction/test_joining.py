@@ -88,5 +88,5 @@ def test_first_calls_that_can_not_end_are_errors_that_name_the_ranks() -> None:
             assert named == (None if row == OTHER else 2)
         for _, text, _ in errors[:4]:
             assert "rank 0" in text and "rank 1" in text
-        assert "the first HookState" in errors[0][1] and "the first call of a function" in errors[0][1]
-        assert errors[0] == errors[1] and errors[2] == errors[3] == told[1 - rank][1][2]
+        # Each rank may find it by itself, and then names itself first.
+        assert all("the first HookState" in text and "the first call of a function" in text for _, text, _ in errors[:2])
