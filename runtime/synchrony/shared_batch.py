@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from adaptra.graph.ops.layout import StrideNumbers
 from adaptra.graph.ops.specs import MessageSpec
+from adaptra.runtime.step_messages.stride_numbers import StrideNumbers
 from adaptra.runtime.transports.base import Identity, Pending, Purpose, Transport
 
 

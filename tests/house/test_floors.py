@@ -21,7 +21,7 @@ FLOORS = """
     runtime.rdma runtime.injection runtime.measuring runtime.detection runtime.data_parallel.collectives runtime.data_parallel
     runtime.membership runtime.survival runtime.exchange runtime.launch runtime.state
     runtime.control.mail runtime.control.plans runtime.control.agreement runtime.control.deciding runtime.control
-    runtime.telemetry runtime.options runtime runtime.synchrony runtime.step_messages runtime.outputs runtime.reconfigure
+    runtime.telemetry runtime.options runtime runtime.step_messages runtime.synchrony runtime.outputs runtime.reconfigure
     runtime.worker.stages runtime.worker.ends runtime.worker.step runtime.worker reduction
     report frontend.arguments frontend.saved frontend.weights frontend.shapes frontend.losses frontend.module_like
     frontend.followed frontend.planned frontend.running frontend.pipeline frontend integrations cli

@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from adaptra.graph.ops.layout import StrideNumbers
 from adaptra.graph.ops.specs import TensorSpec
 from adaptra.program import Program
 from adaptra.program.verify import verify
 from adaptra.runtime.injection.emulation import Pacing
 from adaptra.runtime.measuring.monitor import Monitor
+from adaptra.runtime.step_messages.stride_numbers import StrideNumbers
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.step.executor import Executor
 from adaptra.runtime.worker.step.program_messages import BatchShapes, MessageShapes, ProgramMessages

@@ -16,12 +16,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from adaptra.graph.ops.layout import StrideNumbers
 from adaptra.graph.ops.specs import MessageSpec, TensorSpec
 from adaptra.program import Kind, Op, Program
 from adaptra.program.dependencies import INPUT_GRADIENT, RECEIVED_BY, RULE, SENT_BY, other_end, peer_stage
 from adaptra.runtime.devices.device_clock import Mark
 from adaptra.runtime.measuring.monitor import Monitor
+from adaptra.runtime.step_messages.stride_numbers import StrideNumbers
 from adaptra.runtime.transports.base import PURPOSE_OF, Identity, LaneTraffic, MessageLayout, Pending, Transport, layout_of
 
 _ASKED: Final = TensorSpec((1,), torch.uint8, stays_on_host=True)

@@ -10,7 +10,6 @@ from typing import Final
 
 from adaptra.errors import PlanError
 from adaptra.graph import CompiledStages
-from adaptra.graph.ops.layout import StrideNumbers
 from adaptra.graph.round_messages import round_edges
 from adaptra.planning.check_memory import check_memory
 from adaptra.planning.least_memory import plan_least_memory
@@ -20,6 +19,7 @@ from adaptra.program.open_tail import open_tail
 from adaptra.program.schedules import forward_only
 from adaptra.program.verify_messages import verify_messages
 from adaptra.runtime.control.plans.plan import Plan
+from adaptra.runtime.step_messages.stride_numbers import StrideNumbers
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.worker.stages.stage import ForwardStage, Stage
 from adaptra.runtime.worker.step.executor import Executor
