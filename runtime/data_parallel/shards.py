@@ -17,11 +17,9 @@ import torch
 from torch import Tensor
 
 from adaptra.errors import OptionError
+from adaptra.runtime.data_parallel.checksum import checksums
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.sizes import size_text
-
-_WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""Whole numbers by their bytes."""
 
 
 class Shards:
@@ -158,27 +156,3 @@ def require_same_settings(replicas: Replicas, settings: Sequence[str]) -> None:
         f"shard: replica {other} was given {different:.80}, and replica {replicas.index} {own:.80}: expected the same settings "
         "on every rank"
     )
-
-
-def checksums(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a 64-bit number for each tensor: by chance alone two have one number, or where words have changed places.
-
-    It reads at the speed of memory, a few percent of what AdamW takes. The sum of words overflows without harm. It would not
-    see an even number of signs change, which the sum of values does. That is shifted, so that no two signs cancel.
-    """
-    numbers: list[Tensor] = []
-    for one in tensors:
-        flat = one.detach().contiguous().view(-1)
-        if flat.is_complex():
-            flat = torch.view_as_real(flat).view(-1)
-        each = 8 // flat.element_size()
-        whole = flat[: flat.numel() // each * each]
-        words = (whole if whole.storage_offset() % each == 0 else whole.clone()).view(torch.int64).sum()
-        if whole.numel() < flat.numel():
-            rest = flat[whole.numel() :].view(_WORDS[flat.element_size()]).to(torch.int64)
-            words = words + (rest * torch.arange(3, 3 + rest.numel(), device=rest.device)).sum()
-        numbers += [words, flat.sum().to(torch.float64).view(torch.int64) >> 1]
-    if not numbers:
-        return []
-    found = torch.stack(numbers).view(-1, 2) * torch.tensor([1, 1_000_003], device=numbers[0].device)
-    return found.sum(1).tolist()

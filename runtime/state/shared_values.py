@@ -18,11 +18,11 @@ from torch import Tensor
 
 from adaptra.errors import ControlError
 from adaptra.graph.stages.stages import TrainStage
+from adaptra.runtime.data_parallel.checksum import checksums
 from adaptra.runtime.data_parallel.gradient_averaging import Replicas
 from adaptra.runtime.data_parallel.sites import Sites
 from adaptra.runtime.exchange.state_stream import StateStream
 from adaptra.runtime.exchange.store_exchange import Check, exchange_data, gather
-from adaptra.runtime.state.checksum import checksums
 from adaptra.runtime.transports.base import Transport
 
 NAMED: Final = 6

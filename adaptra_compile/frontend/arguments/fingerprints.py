@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from adaptra.runtime.state.checksum import checksums
+from adaptra.runtime.data_parallel.checksum import checksums
 
 _DEPTH: Final = 4
 """Depth to which a function's own functions and values are described."""

@@ -11,7 +11,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from adaptra.graph.capture.capture import FlatGraph
-from adaptra.runtime.state.checksum import checksums
+from adaptra.runtime.data_parallel.checksum import checksums
 
 _PLAIN: Final = (bool, int, float, complex, str, type(None), torch.dtype, torch.layout, torch.memory_format)
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from adaptra.errors import BatchError
 from adaptra.graph.capture.containers import path_text
 from adaptra.runtime.control.mail.mail import BatchChecksums
-from adaptra.runtime.state.checksum import checksums
+from adaptra.runtime.data_parallel.checksum import checksums
 
 FIRST_CALLS: Final = 10
 EVERY: Final = 100

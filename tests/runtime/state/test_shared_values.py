@@ -13,8 +13,6 @@ from processes import run_processes
 from torch import Tensor, nn
 from training import MIXED, compiled
 
-from adaptra.runtime.state.checksum import checksums
-
 MICROBATCHES, SPLIT = 4, ("middle.3",)
 WARNING = (
     "copies on several ranks differed, as if each rank had drawn its own values: replaced {}; expected the same seed, or the "
@@ -107,20 +105,3 @@ def test_copies_become_the_first_holders_and_one_line_says_so(world_size: int) -
         for line in results[0]["lines"]:
             assert "of rank 2 by those of rank 0; " in line and "of rank 3 by those of rank 1" in line
             assert "first.weight of rank 1 by those of rank 0" in line
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8])
-def test_a_checksum_sees_values_order_shape_and_kind(dtype: torch.dtype) -> None:
-    drawn = torch.arange(2 * 70_001).remainder(251).reshape(70_001, 2)
-    given = (drawn % 2 == 0) if dtype is torch.bool else drawn.to(dtype)
-    (number,) = checksums([given])
-    assert checksums([given.clone(), given.t().contiguous().t()]) == [number, number]
-    changed = given.clone()
-    changed[70_000, 1] = changed[70_000, 0]
-    others = [changed, given.flip(0), given.reshape(2, -1), given[1:], given.roll(1, 1)]
-    found = checksums(others)
-    assert number not in found and len(set(found)) == len(others)
-    assert (
-        checksums([torch.zeros(4), torch.zeros(4, dtype=torch.int32)])[0] != checksums([torch.zeros(4, dtype=torch.int32)])[0]
-    )
-    assert checksums([]) == []

@@ -1,14 +1,15 @@
 """Checksums of tensors: cheap, computed on the tensors' device, and equal wherever their bytes are equal.
 
 The bytes are taken as 64-bit whole numbers, and their weighted sum is taken modulo 2**64. All weights are odd, so a change of
-one number always changes the sum. They depend on the position, so rows in another order have another sum. The checksum protects
-against mistakes, not against an adversary.
+one number changes the sum. They depend on the position, so rows in another order have another sum. The upper half of each
+number is added to its lower one before, else the highest bits, the signs of float64, would cancel in pairs. The checksum
+protects against mistakes, not against an adversary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import Final
 
 import torch
@@ -21,9 +22,15 @@ _BLOCK: Final = 1 << 16
 def checksums(tensors: Sequence[Tensor]) -> list[int]:
     """Return one checksum for each tensor, of its shape, dtype and values; tensors on the meta device have no values."""
     sums = [_checksum(one.detach()) for one in tensors]
-    found = [int(one) for one in torch.stack([one.cpu() for one in sums]).tolist()] if sums else []
-    described = (hash_of((str(one.dtype), *one.shape)) for one in tensors)
-    return [_signed(number * 31 + kind) for number, kind in zip(found, described, strict=True)]
+    if len({one.device for one in sums}) > 1:  # else the host waits once
+        sums = [one.cpu() for one in sums]
+    found = [int(one) for one in torch.stack(sums).tolist()] if sums else []
+    return [_signed(number * 31 + _kind(one.dtype, one.shape)) for number, one in zip(found, tensors, strict=True)]
+
+
+@lru_cache(maxsize=4096)
+def _kind(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return hash_of((str(dtype), *shape))
 
 
 def hash_of(words: Sequence[object]) -> int:
@@ -41,7 +48,7 @@ def _checksum(tensor: Tensor) -> Tensor:
     weights = _weights(tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for block in numbers.split(_BLOCK):
-        total = total * 6_364_136_223_846_793_005 + (block * weights[: len(block)]).sum()
+        total = total * 6_364_136_223_846_793_005 + ((block + (block >> 32)) * weights[: len(block)]).sum()
     return total
 
 
