@@ -239,12 +239,12 @@ class StateMethods(HeldSession):
             PipelineError: In x-order no optimizer is attached, or it has not made the last update.
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.
         """
-        session = self._require()
-        if self._is_of_all:
-            session.local.require_running()
+        local, apart = self._require().local, self._apart("exchange")
+        if apart is None:
+            local.require_running()
             return
-        self._apart("exchange").check_exchange()
-        session.local.on_every_rank(lambda worker: worker.exchange(), "exchange")
+        apart.check_exchange()
+        local.on_every_rank(lambda worker: worker.exchange(), "exchange")
 
     def defer_nothing(self) -> None:
         """Have the next step take in all microbatches, under ``Options(synchrony=adaptra.Deadline(...))``.
@@ -278,7 +278,7 @@ class StateMethods(HeldSession):
             OptionError: All replicas are one site.
             StateError: Replicas in x-order may be at different updates.
         """
-        apart, step = None if self._is_of_all else self._apart("outer_state_dict"), self._require().training_step
+        apart, step = self._apart("outer_state_dict"), self._require().training_step
         if isinstance(apart, LocalSteps):
             return {**apart.state(), "step": step}
         if apart is not None:
@@ -295,7 +295,7 @@ class StateMethods(HeldSession):
             OptionError: All replicas are one site.
             StateError: It is of another site or mode, of other stages or parameters. Nothing changes then.
         """
-        apart = None if self._is_of_all else self._apart("load_outer_state_dict")
+        apart = self._apart("load_outer_state_dict")
         if isinstance(apart, LocalSteps):
             self._require().go_on_at(apart.load(state))
             return
@@ -324,9 +324,8 @@ class StateMethods(HeldSession):
         logged = session.workers[0].logged
         if logged is None and session.synchrony.log is not None:
             return session.synchrony.log
-        if self._is_of_all:
-            return []
-        return (logged or self._apart("exchange_log")).log
+        logged = logged or self._apart("exchange_log")
+        return [] if logged is None else logged.log
 
     def replay(self, log: Sequence[Any]) -> None:
         """Have updates of the same gradients as a run had, from the next step on: with the same batches that gives its bits.
@@ -339,29 +338,27 @@ class StateMethods(HeldSession):
             StateError: It is no such log, or under a deadline that of another rank is another one. Nothing changes then.
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.
         """
-        if self._is_of_all:
-            if log:
-                raise StateError(
-                    f"replay: a log of {len(log)} updates, where each update has all {self.replicas} replicas: expected the "
-                    "log of such a run, which is empty"
-                )
-            return
         session = self._require()
         logged = session.workers[0].logged or self._apart("replay")
         if isinstance(logged, Deferral):
             session.synchrony.replay(log, logged)
-        else:
+        elif logged is not None:
             logged.replay(log)
+        elif log:
+            raise StateError(
+                f"replay: a log of {len(log)} updates, where each update has all {self.replicas} replicas: expected the log of "
+                "such a run, which is empty"
+            )
 
-    @property
-    def _is_of_all(self) -> bool:
-        """Whether updates are in x-order of all replicas, and so exact."""
+    def _apart(self, call: str) -> LocalSteps | XOrderSteps | None:
+        """Return what sites do that update by themselves; None in x-order of all replicas, which is exact.
+
+        Raises:
+            OptionError: All replicas are one site.
+        """
         session = self._require()
-        return isinstance(session.local.synchrony, XOrder) and session.workers[0].apart is None
-
-    def _apart(self, call: str) -> LocalSteps | XOrderSteps:
-        apart = self._require().workers[0].apart
-        if apart is None:
+        apart = session.workers[0].apart
+        if apart is None and not isinstance(session.local.synchrony, XOrder):
             raise OptionError(f"{call}: all replicas are one site: expected Options(synchrony=adaptra.Local(...)), or XOrder")
         return apart
 
