@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from errors_table import check_documented
+from errors_table import check_documented, error_of
 from processes import run_processes
 from torch import Tensor, nn
 
@@ -107,15 +107,11 @@ def misuse(rank: int) -> list[tuple[str, str]]:
     import torch.distributed as dist
 
     from adaptra import reduction
-    from adaptra.errors import AdaptraError
 
     errors: list[tuple[str, str]] = []
 
     def refused(call: Callable[[], Any]) -> None:
-        try:
-            call()
-        except AdaptraError as error:
-            errors.append((type(error).__name__, str(error)))
+        errors.append(error_of(call))
 
     refused(lambda: reduction.all_reduce(torch.ones(3)))
     dist.init_process_group("gloo")

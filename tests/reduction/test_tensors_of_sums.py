@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from errors_table import check_documented
+from errors_table import check_documented, error_of
 from processes import run_processes
 from torch import Tensor, nn
 
@@ -111,16 +111,12 @@ def refuse(rank: int) -> tuple[list[tuple[str, str]], list[bool], list[float]]:
     from torch.nn.parallel import DistributedDataParallel
 
     from adaptra import reduction
-    from adaptra.errors import AdaptraError
 
     dist.init_process_group("gloo")
     errors: list[tuple[str, str]] = []
 
     def refused(call: Callable[[], Any]) -> None:
-        try:
-            call()
-        except AdaptraError as error:
-            errors.append((type(error).__name__, str(error)))
+        errors.append(error_of(call))
 
     warnings.simplefilter("ignore")
     sharded = distribute_tensor(torch.arange(4.0), init_device_mesh("cpu", (2,)), [Shard(0)])

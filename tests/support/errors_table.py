@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
+import pytest
 from paths import DOCS
+
+from adaptra.errors import AdaptraError
 
 DOCUMENT = DOCS / "errors.md"
 
@@ -18,6 +22,13 @@ def documented_errors() -> dict[str, str]:
             assert found[2] not in rows, f"{DOCUMENT.name} has two rows for {found[2]!r}"
             rows[found[2]] = found[1]
     return rows
+
+
+def error_of(call: Callable[[], object]) -> tuple[str, str]:
+    """The name of the class and the text of the error that a call raises."""
+    with pytest.raises(AdaptraError) as caught:
+        call()
+    return type(caught.value).__name__, str(caught.value)
 
 
 def check_documented(kind: str, message: str, row: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from errors_table import check_documented
+from errors_table import check_documented, error_of
 from models import Example, square_loss, vectors
 from processes import run_processes
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ from training import MIXED, compiled
 
 import adaptra
 from adaptra.collectives.owners import balanced_owners
-from adaptra.errors import AdaptraError
 from adaptra.frontend.pipeline.sharded_optimizer import Sharding
 
 ROWS, MICROBATCHES, STEPS = 8, 2, 4
@@ -367,7 +366,7 @@ def use_with_the_rest(rank: int, folder: str) -> dict[str, Any]:
     for key, expected in runs[False].items():
         found[key] = runs[True][key].differences(expected)
     with opened(stages=2, replicas=2) as pipe:
-        found["guests"] = refused(lambda: pipe.shard(torch.optim.SGD, lr=0.1))
+        found["guests"] = error_of(lambda: pipe.shard(torch.optim.SGD, lr=0.1))
     found["went on"] = runs[True]["loaded"].differences(runs[False]["saved"])
     return found
 
@@ -493,33 +492,27 @@ def test_shards_go_with_their_parameters_where_roles_and_cuts_change() -> None:
     assert {name for _, name in kept} == {name for name, _ in MIXED.make().named_parameters()}
 
 
-def refused(call: Callable[[], object]) -> tuple[str, str]:
-    with pytest.raises(AdaptraError) as error:
-        call()
-    return type(error.value).__name__, str(error.value)
-
-
 def mistake(rank: int) -> dict[str, tuple[str, str]]:
     """Two replicas: what can't be sharded, or not like that."""
     torch.distributed.init_process_group("gloo")
     found: dict[str, tuple[str, str]] = {}
     with opened() as pipe:
         optimizer = pipe.shard(torch.optim.SGD, lr=0.1)
-        found[TWICE] = refused(lambda: pipe.shard(torch.optim.SGD, [dict(pipe.named_parameters())["scale"]], lr=0.1))
+        found[TWICE] = error_of(lambda: pipe.shard(torch.optim.SGD, [dict(pipe.named_parameters())["scale"]], lr=0.1))
         pipe.step(*rows_of(UNEVEN, pipe, 0))
-        found[MOVES] = refused(lambda: pipe.settle_roles(torch.optim.SGD(pipe.parameters(), lr=0.1)))
+        found[MOVES] = error_of(lambda: pipe.settle_roles(torch.optim.SGD(pipe.parameters(), lr=0.1)))
         optimizer.step()
         optimizer.add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
-        found[ADDED] = refused(optimizer.step)
+        found[ADDED] = error_of(optimizer.step)
     with opened() as pipe:
         of_matrices, _ = matrices(pipe.parameters())
         pipe.shard(torch.optim.SGD, of_matrices, lr=0.1)
-        found[UNCOVERED] = refused(lambda: pipe.step(*rows_of(UNEVEN, pipe, 0)))
+        found[UNCOVERED] = error_of(lambda: pipe.step(*rows_of(UNEVEN, pipe, 0)))
     with opened() as pipe:
         parameters = sorted(pipe.parameters(), key=lambda one: one.numel(), reverse=rank == 1)
-        found[OTHERS] = refused(lambda: pipe.shard(torch.optim.SGD, parameters, lr=0.1))
+        found[OTHERS] = error_of(lambda: pipe.shard(torch.optim.SGD, parameters, lr=0.1))
     with opened() as pipe:
-        found[SETTINGS] = refused(lambda: pipe.shard(torch.optim.SGD, lr=torch.tensor(0.1 + rank), momentum=0.9))
+        found[SETTINGS] = error_of(lambda: pipe.shard(torch.optim.SGD, lr=torch.tensor(0.1 + rank), momentum=0.9))
     return found
 
 
@@ -527,13 +520,13 @@ def mistake_of_a_group(rank: int) -> tuple[str, str]:
     torch.distributed.init_process_group("gloo")
     with opened() as pipe:
         groups = [{"params": one, "betas": (0.9, 0.5 + rank / 4)} for one in matrices(pipe.parameters())]
-        return refused(lambda: pipe.shard(torch.optim.AdamW, groups, lr=0.1))
+        return error_of(lambda: pipe.shard(torch.optim.AdamW, groups, lr=0.1))
 
 
 def mistake_in_a_job_that_survives(rank: int) -> tuple[str, str]:
     torch.distributed.init_process_group("gloo")
     with opened(options=adaptra.Options(survive=True)) as pipe:
-        return refused(lambda: pipe.shard(torch.optim.SGD, lr=0.1))
+        return error_of(lambda: pipe.shard(torch.optim.SGD, lr=0.1))
 
 
 @pytest.mark.processes
@@ -559,9 +552,9 @@ def test_one_replica_has_a_plain_optimizer(one_thread: None) -> None:
     foreign = UNEVEN.make()
     wrong: Any = torch.optim.SGD(foreign.parameters(), lr=0.1)
     with opened() as pipe:
-        check_documented(*refused(lambda: pipe.shard(torch.optim.SGD, foreign.parameters(), lr=0.1)), FOREIGN)
-        check_documented(*refused(lambda: pipe.shard(wrong, lr=0.1)), NO_CLASS)
-        check_documented(*refused(lambda: pipe.shard(torch.optim.LBFGS)), LBFGS)
+        check_documented(*error_of(lambda: pipe.shard(torch.optim.SGD, foreign.parameters(), lr=0.1)), FOREIGN)
+        check_documented(*error_of(lambda: pipe.shard(wrong, lr=0.1)), NO_CLASS)
+        check_documented(*error_of(lambda: pipe.shard(torch.optim.LBFGS)), LBFGS)
         optimizer = pipe.shard(torch.optim.AdamW, pipe.named_parameters(), lr=0.01)
         assert type(optimizer) is torch.optim.AdamW
         assert [id(one) for group in optimizer.param_groups for one in group["params"]] == [*map(id, pipe.parameters())]

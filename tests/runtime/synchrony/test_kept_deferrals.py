@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from errors_table import check_documented
+from errors_table import check_documented, error_of
 from models import Example, square_loss, vectors
 from processes import run_processes
-from test_refused_sites import message
 from torch import nn
 from training import call, compiled
 
@@ -76,7 +75,7 @@ def refused(rank: int) -> tuple[str, str]:
     """What a replay is refused for where ranks have other logs. Then all replay the same one."""
     with compiled(EXAMPLE, rows_of(0, 0), stages=1, microbatches=MICROBATCHES, options=options(None)) as pipe:
         logs = [[{"number": 1, "parts": [{"first": 0, "count": count}] * 2}] for count in (2, 3)]
-        found = message(lambda: pipe.replay(logs[rank]))
+        found = error_of(lambda: pipe.replay(logs[rank]))
         pipe.replay(logs[0])
         args, kwargs = call(rows_of(pipe.replica, 0))
         pipe.step(*args, **kwargs)

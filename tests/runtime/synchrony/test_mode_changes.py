@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from errors_table import check_documented
+from errors_table import check_documented, error_of
 from processes import run_processes
 from test_local_steps import MICROBATCHES, ROWS, TIED, Plain, bits_of, names_of
-from test_refused_sites import message
 from torch import Tensor
 from training import call, compiled, loss_of, microbatches_of
 
@@ -90,22 +89,22 @@ def refused(rank: int) -> dict[str, tuple[str, str]]:
     found: dict[str, tuple[str, str]] = {}
     with compiled(TIED, TIED.rows(ROWS, 0), stages=2, microbatches=MICROBATCHES) as pipe:
         optimizer = adam(pipe.parameters())
-        found["no optimizer"] = message(lambda: pipe.take_synchrony(LOCAL))
+        found["no optimizer"] = error_of(lambda: pipe.take_synchrony(LOCAL))
         pipe.attach(optimizer)
         args, kwargs = call(TIED.rows(ROWS, 100 * pipe.replica))
         pipe.step(*args, **kwargs)
-        found["gradient"] = message(lambda: pipe.take_synchrony(LOCAL))
+        found["gradient"] = error_of(lambda: pipe.take_synchrony(LOCAL))
         if rank != 1:
             optimizer.zero_grad()
-        found["of rank 1"] = message(lambda: pipe.take_synchrony(LOCAL))
+        found["of rank 1"] = error_of(lambda: pipe.take_synchrony(LOCAL))
         optimizer.zero_grad(set_to_none=False)
-        found["mode"] = message(lambda: pipe.take_synchrony("local"))  # type: ignore[arg-type]
-        found["other"] = message(lambda: pipe.take_synchrony(LOCAL if rank else SHORT))
-        found["of one"] = message(lambda: pipe.take_synchrony("exact" if rank == 3 else SHORT))
-        found["sites"] = message(lambda: pipe.take_synchrony(adaptra.Local(2, sites=3)))
-        found["part"] = message(lambda: pipe.take_synchrony(LOCAL, adam([*pipe.parameters()][:1])))
+        found["mode"] = error_of(lambda: pipe.take_synchrony("local"))  # type: ignore[arg-type]
+        found["other"] = error_of(lambda: pipe.take_synchrony(LOCAL if rank else SHORT))
+        found["of one"] = error_of(lambda: pipe.take_synchrony("exact" if rank == 3 else SHORT))
+        found["sites"] = error_of(lambda: pipe.take_synchrony(adaptra.Local(2, sites=3)))
+        found["part"] = error_of(lambda: pipe.take_synchrony(LOCAL, adam([*pipe.parameters()][:1])))
         free_on, free_memory.free_on = free_memory.free_on, lambda device: 1 << 10  # type: ignore[assignment]
-        found["memory"] = message(lambda: pipe.take_synchrony(LOCAL))
+        found["memory"] = error_of(lambda: pipe.take_synchrony(LOCAL))
         free_memory.free_on = free_on
         assert pipe.synchrony == "exact"
         pipe.step(*args, **kwargs)
@@ -113,7 +112,7 @@ def refused(rank: int) -> dict[str, tuple[str, str]]:
         pipe.take_synchrony(LOCAL)
         pipe.take_synchrony("exact")
         pipe.shard(torch.optim.SGD, lr=0.1)
-        found["sharded"] = message(lambda: pipe.take_synchrony(LOCAL))
+        found["sharded"] = error_of(lambda: pipe.take_synchrony(LOCAL))
     return found
 
 
@@ -298,5 +297,5 @@ def test_one_replica_has_no_other_mode() -> None:
     with compiled(TIED, TIED.rows(ROWS, 0), stages=2, microbatches=MICROBATCHES) as pipe:
         optimizer = adam(pipe.parameters())
         pipe.take_synchrony("exact", optimizer)
-        kind, text = message(lambda: pipe.take_synchrony(LOCAL, optimizer))
+        kind, text = error_of(lambda: pipe.take_synchrony(LOCAL, optimizer))
     check_documented(kind, text, "mode local=…: expected at least 2 replicas, which exchange")

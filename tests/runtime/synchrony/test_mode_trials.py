@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from errors_table import check_documented
+from errors_table import check_documented, error_of
 from processes import run_processes
 from test_mode_changes import adam
-from test_refused_sites import message
 from training import MIXED, call, compiled
 
 import adaptra
@@ -105,12 +104,12 @@ def refused(rank: int) -> dict[str, tuple[str, str]]:
             for number, value in enumerate(values):
                 arguments: Any = {"allow": [MEAN], "rounds": 3, "batches": given, name: value}
                 batches = arguments.pop("batches")
-                found[f"{name} {number}"] = message(lambda batches=batches, of=arguments: pipe.settle_synchrony(batches, **of))
-        found["other"] = message(lambda: pipe.settle_synchrony(given, allow=[MEAN], rounds=3 + rank))
-        found["sites"] = message(lambda: pipe.settle_synchrony(given, allow=[adaptra.Local(2, sites=3)]))
+                found[f"{name} {number}"] = error_of(lambda batches=batches, of=arguments: pipe.settle_synchrony(batches, **of))
+        found["other"] = error_of(lambda: pipe.settle_synchrony(given, allow=[MEAN], rounds=3 + rank))
+        found["sites"] = error_of(lambda: pipe.settle_synchrony(given, allow=[adaptra.Local(2, sites=3)]))
         pipe.step(*given[0])
         one: Any = [] if rank == 1 else given
-        found["alone"] = message(lambda: pipe.settle_synchrony(one, allow=[MEAN]))
+        found["alone"] = error_of(lambda: pipe.settle_synchrony(one, allow=[MEAN]))
         pipe.step(*given[0])
 
     def of_step(step: int, replica: int) -> tuple[Any, ...]:
@@ -119,7 +118,7 @@ def refused(rank: int) -> dict[str, tuple[str, str]]:
     options: Any = {"stages": 2, "microbatches": MICROBATCHES, "batches": of_step}
     with adaptra.compile(MIXED.make(), loss=MIXED.loss, **options) as pipe:
         pipe.step()
-        found["compile"] = message(lambda: pipe.settle_synchrony(given, adam(pipe.parameters()), allow=[MEAN]))
+        found["compile"] = error_of(lambda: pipe.settle_synchrony(given, adam(pipe.parameters()), allow=[MEAN]))
     return found
 
 

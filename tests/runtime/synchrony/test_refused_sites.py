@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from errors_table import check_documented
+from errors_table import check_documented, error_of
 from models import Example, square_loss, vectors
 from processes import run_processes
 from test_local_steps import ROWS, TIED, WIDTH
@@ -15,18 +15,12 @@ from torch import nn
 from training import call, compiled
 
 import adaptra
-from adaptra.errors import AdaptraError, OptionError
+from adaptra.errors import OptionError
 from adaptra.planning.routes.joined_programs import join
 from adaptra.planning.synchrony.modes import check_mode
 from adaptra.program.roles import Roles
 from adaptra.program.schedules import generate
 from adaptra.runtime.launch import free_memory
-
-
-def message(call: Callable[[], object]) -> tuple[str, str]:
-    with pytest.raises(AdaptraError) as caught:
-        call()
-    return type(caught.value).__name__, str(caught.value)
 
 
 def of_compile(**options: Any) -> Callable[[], object]:
@@ -132,7 +126,7 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
 
 @pytest.mark.parametrize(("row", "call"), REFUSED, ids=[row[:40] for row, _ in REFUSED])
 def test_it_is_refused(row: str, call: Callable[[], object]) -> None:
-    kind, text = message(call)
+    kind, text = error_of(call)
     check_documented(kind, text, row)
 
 
@@ -153,21 +147,21 @@ def refused_by_a_job(rank: int) -> dict[str, tuple[str, str]]:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
         args, kwargs = call(batch)
         pipe.step(*args, **kwargs)
-        found["shard"] = message(lambda: pipe.shard(torch.optim.SGD, lr=0.1))
-        found["training state"] = message(adaptra.TrainingState(pipe, optimizer).state_dict)
-        found["outer state"] = message(lambda: pipe.load_outer_state_dict({"steps": 1}))
+        found["shard"] = error_of(lambda: pipe.shard(torch.optim.SGD, lr=0.1))
+        found["training state"] = error_of(adaptra.TrainingState(pipe, optimizer).state_dict)
+        found["outer state"] = error_of(lambda: pipe.load_outer_state_dict({"steps": 1}))
         wrong = pipe.outer_state_dict()
         wrong["stages"] = {0: {**wrong["stages"][0], "momentum": {"0.weight": torch.zeros(1)}}}
-        found["shape"] = message(lambda: pipe.load_outer_state_dict(wrong))
-        found["roles"] = message(lambda: pipe.take_roles(Roles(1, (1, 0)), optimizer))
+        found["shape"] = error_of(lambda: pipe.load_outer_state_dict(wrong))
+        found["roles"] = error_of(lambda: pipe.take_roles(Roles(1, (1, 0)), optimizer))
         next(iter(pipe.parameters())).requires_grad_(False)
     with compiled(PLAIN, batch, options=adaptra.Options(synchrony=adaptra.Local(2)), **of_plain) as pipe:
         pipe.replay([])
         pipe.step(*args, **kwargs)
-        found["replay"] = message(pipe.exchange)
+        found["replay"] = error_of(pipe.exchange)
     with compiled(PLAIN, batch, **of_plain) as pipe:
         for name, act in (("exchange", pipe.exchange), ("replay of none", lambda: pipe.replay([]))):
-            found[name] = message(act)
+            found[name] = error_of(act)
     if rank == 1:
         free_memory.free_on = lambda device: 1 << 10  # type: ignore[assignment]
 
@@ -175,7 +169,7 @@ def refused_by_a_job(rank: int) -> dict[str, tuple[str, str]]:
         with compiled(PLAIN, batch, options=adaptra.Options(synchrony=adaptra.Local(2)), memory=1 << 30, **of_plain):
             pass
 
-    found["memory"] = message(make)
+    found["memory"] = error_of(make)
     return found
 
 
@@ -185,7 +179,7 @@ def refused_hosts(_rank: int) -> tuple[str, str]:
         with compiled(PLAIN, PLAIN.rows(ROWS, 0), stages=2, microbatches=2, replicas=2, transport="delegate", options=options):
             pass
 
-    return message(make)
+    return error_of(make)
 
 
 @pytest.mark.processes

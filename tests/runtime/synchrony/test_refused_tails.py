@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from errors_table import check_documented
+from errors_table import check_documented, error_of
 from models import Example, square_loss, vectors
 from processes import run_processes
-from test_refused_sites import ROWS, WIDTH, message, of_compile, wrong
+from test_refused_sites import ROWS, WIDTH, of_compile, wrong
 from torch import nn
 from training import call, compiled
 
@@ -99,7 +99,7 @@ REFUSED: list[tuple[str, Callable[[], object]]] = [
 
 @pytest.mark.parametrize(("row", "call"), REFUSED, ids=[row[:50] for row, _ in REFUSED])
 def test_it_is_refused(row: str, call: Callable[[], object]) -> None:
-    kind, text = message(call)
+    kind, text = error_of(call)
     check_documented(kind, text, row)
 
 
@@ -111,7 +111,7 @@ def refused_by_a_job(_rank: int) -> dict[str, tuple[str, str]]:
             with compiled(example, batch, stages=stages, microbatches=microbatches, options=options, **arguments):
                 pass
 
-        return message(compile_it)
+        return error_of(compile_it)
 
     def in_order() -> None:
         with compiled(PLAIN, PLAIN.rows(ROWS, 0), stages=1, microbatches=2) as pipe:
@@ -126,12 +126,12 @@ def refused_by_a_job(_rank: int) -> dict[str, tuple[str, str]]:
         with compiled(example, example.rows(ROWS, 0), stages=1, microbatches=2, model=model, options=options) as pipe:
             pipe.step(*args, **kwargs)
             model.observes = True
-            return message(lambda: pipe.step(*args, **kwargs))
+            return error_of(lambda: pipe.step(*args, **kwargs))
 
     def of_a_list() -> tuple[str, str]:
         args, _, targets = NORMED.rows(ROWS, 0)
         options: dict[str, Any] = {"options": adaptra.Options(synchrony=STEALING), "microbatches": 2, "loss": square_loss}
-        return message(lambda: adaptra.compile([NORMED.make().eval()], stages=1, example_inputs=(args, targets), **options))
+        return error_of(lambda: adaptra.compile([NORMED.make().eval()], stages=1, example_inputs=(args, targets), **options))
 
     def frozen() -> None:
         """Statistics that are only used are no such buffers."""
@@ -146,7 +146,7 @@ def refused_by_a_job(_rank: int) -> dict[str, tuple[str, str]]:
         with compiled(PLAIN, PLAIN.rows(ROWS, 0), stages=1, microbatches=2) as pipe:
             optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
             free_memory.free_on = lambda device: 1 << 10  # type: ignore[assignment]
-            later = message(lambda: pipe.take_synchrony(STEALING, optimizer))
+            later = error_of(lambda: pipe.take_synchrony(STEALING, optimizer))
             at_first = make(PLAIN, 1, 2)
             free_memory.free_on = free_on
             pipe.take_synchrony(STEALING, optimizer)
@@ -158,7 +158,7 @@ def refused_by_a_job(_rank: int) -> dict[str, tuple[str, str]]:
         "list": of_a_list(),
         "memory": at_first,
         "memory of a running job": later,
-        "in order": message(in_order),
+        "in order": error_of(in_order),
         "followed": followed(),
         "buffers": make(NORMED, 1, 2),
         "microbatches": make(PLAIN, 1, 1),
@@ -226,20 +226,20 @@ def refused_while_some_are_deferred(_rank: int) -> dict[str, tuple[str, str]]:
 
         step()
         saved = adaptra.TrainingState(pipe, optimizer)
-        found["saved"] = message(saved.state_dict)
-        found["changed"] = message(lambda: pipe.take_synchrony("exact", optimizer))
+        found["saved"] = error_of(saved.state_dict)
+        found["changed"] = error_of(lambda: pipe.take_synchrony("exact", optimizer))
         entry = {"number": 1, "parts": [{"first": 0, "count": MICROBATCHES}] * 2}
-        found["log"] = message(lambda: pipe.replay([entry]))
+        found["log"] = error_of(lambda: pipe.replay([entry]))
         pipe.defer_nothing()
         step()
         assert saved.state_dict()["step"] == 2
         args, kwargs = call(PLAIN.rows(rows + 4, pipe.replica))
         pipe.eval_step(*args, **kwargs)
-        found["shape"] = message(lambda: step(rows + 4))
+        found["shape"] = error_of(lambda: step(rows + 4))
     with compiled(PLAIN, PLAIN.rows(rows, 0), stages=1, microbatches=MICROBATCHES, options=options) as pipe:
         args, kwargs = call(PLAIN.rows(rows, 0))
         pipe.replay([{"number": 1, "parts": [{"first": 0, "count": MICROBATCHES - 1}] * 2}])
-        found["outputs"] = message(lambda: pipe.step(*args, **kwargs, outputs=True))
+        found["outputs"] = error_of(lambda: pipe.step(*args, **kwargs, outputs=True))
     return found
 
 
@@ -290,7 +290,7 @@ def refused_outputs(_rank: int) -> list[tuple[bool, tuple[str, str]]]:
                 for _ in range(2):  # another rank may hear of it only in the next step
                     pipe.step(*args, **kwargs, outputs=is_last)
 
-            found.append((is_last, message(twice)))
+            found.append((is_last, error_of(twice)))
     return found
 
 

@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from errors_table import check_documented
+from errors_table import check_documented, error_of
 from models import Example, square_loss, vectors
 from processes import run_processes
-from test_refused_sites import message
 from torch import nn
 from training import call, compiled
 
@@ -59,7 +58,7 @@ def refused_at_the_door(rank: int) -> dict[str, tuple[str, str]]:
     with job(NORMED) as pipe:
         sgd(pipe)
         told: list[str] = []
-        found["buffers"] = message(
+        found["buffers"] = error_of(
             lambda: pipe.settle_synchrony(
                 [batch(0, 0)], allow=[adaptra.Local(2), STEALING], update=lambda: told.append("stepped")
             )
@@ -70,15 +69,15 @@ def refused_at_the_door(rank: int) -> dict[str, tuple[str, str]]:
         train(pipe, optimizer, range(2))
         before = state_of(pipe)
         ragged = [batch(pipe.replica, 0), batch(pipe.replica, 1, 3)]
-        found["batch"] = message(lambda: pipe.settle_synchrony(ragged, allow=[DEADLINE]))
-        found["by name"] = message(
+        found["batch"] = error_of(lambda: pipe.settle_synchrony(ragged, allow=[DEADLINE]))
+        found["by name"] = error_of(
             lambda: pipe.settle_synchrony([{"inputs": one[0], "targets": one[1]} for one in ragged], allow=[DEADLINE])
         )
         given = [batch(pipe.replica, 0)]
-        found["source"] = message(lambda: pipe.settle_synchrony(given, allow=[DEADLINE] if rank == 0 else None))
+        found["source"] = error_of(lambda: pipe.settle_synchrony(given, allow=[DEADLINE] if rank == 0 else None))
         assert state_of(pipe) == before and pipe.synchrony == "exact"
         pipe.step(*ragged[1])
-        found["trained"] = message(lambda: pipe.settle_synchrony(given, allow=[DEADLINE]))
+        found["trained"] = error_of(lambda: pipe.settle_synchrony(given, allow=[DEADLINE]))
         optimizer.step()
         optimizer.zero_grad()
         train(pipe, optimizer, range(2, 3))
@@ -87,7 +86,7 @@ def refused_at_the_door(rank: int) -> dict[str, tuple[str, str]]:
         pipe.step(*batch(pipe.replica, 0))
         if rank == 1:  # as if it had none in this mode
             pipe.session.workers[0].monitor._kept.clear()
-        found["untried"] = message(lambda: pipe.settle_synchrony(given))
+        found["untried"] = error_of(lambda: pipe.settle_synchrony(given))
     return found
 
 
@@ -135,7 +134,9 @@ def refused_in_the_midst(_rank: int) -> tuple[Any, ...]:
             return type(changes).planned(changes, mode, *others)
 
         changes.planned = planned  # type: ignore[method-assign]
-        kind = message(lambda: pipe.settle_synchrony([batch(pipe.replica, 1)], allow=[adaptra.Local(2), STEALING], rounds=3))[0]
+        kind = error_of(lambda: pipe.settle_synchrony([batch(pipe.replica, 1)], allow=[adaptra.Local(2), STEALING], rounds=3))[
+            0
+        ]
         found = kind, pipe.synchrony, state_of(pipe) == before
         train(pipe, optimizer, range(1, 2))
         return found
@@ -161,8 +162,8 @@ def scheduled(_rank: int) -> dict[str, Any]:
                 if name == "trial" and step == 1:
                     given: Any = {"batches": [batch(pipe.replica, 9)], "allow": [STEALING], "rounds": 3, "update": update}
                     wrong: Any = {**given, "keep": [scheduler, 3]}
-                    found["keep"] = message(lambda wrong=wrong: pipe.settle_synchrony(**wrong))
-                    found["forgotten"] = message(lambda given=given: pipe.settle_synchrony(**given))
+                    found["keep"] = error_of(lambda wrong=wrong: pipe.settle_synchrony(**wrong))
+                    found["forgotten"] = error_of(lambda given=given: pipe.settle_synchrony(**given))
                     pipe.settle_synchrony(**given, keep=[scheduler, average])
                 pipe.step(*batch(pipe.replica, step))
                 update()
