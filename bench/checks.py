@@ -17,7 +17,7 @@ from step_against_torch import VOCABULARY, llama, token_loss
 
 import adaptra
 from adaptra.runtime.control.agreement.same_rows import EVERY, numbers_of
-from adaptra.runtime.state.checksum import checksums
+from adaptra.runtime.data_parallel.checksum import checksums
 
 
 def seconds_of(work: Callable[[], object], runs: int) -> float:
