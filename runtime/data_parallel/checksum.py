@@ -48,7 +48,8 @@ def _checksum(tensor: Tensor) -> Tensor:
     weights = _weights(tensor.device)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for block in numbers.split(_BLOCK):
-        total = total * 6_364_136_223_846_793_005 + ((block + (block >> 32)) * weights[: len(block)]).sum()
+        weighed = (block >> 32).add_(block).mul_(weights[: len(block)])
+        total = total * 6_364_136_223_846_793_005 + weighed.sum()
     return total
 
 
