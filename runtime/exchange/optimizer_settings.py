@@ -12,28 +12,34 @@ from torch import Tensor
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
-    """Return the settings of each group by name, without its parameters.
+    """Return the settings of each group by name, without its parameters: see :func:`text_of`."""
+    return [{name: text_of(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def text_of(value: Any) -> str:
+    """Return a setting as text.
 
     Numbers and elements of tensors have all of their digits. Functions are given by module and name, since they lie at another
-    address in each process.
+    address in each process. Devices are given by type, as each process has one of its own.
     """
-    return [{name: _text(value) for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
-
-
-def _text(value: Any) -> str:
     match value:
+        case torch.device():
+            text = value.type
         case Tensor():
             dtype = "" if value.dtype == torch.get_default_dtype() else f", dtype={str(value.dtype).removeprefix('torch.')}"
-            return f"tensor({value.detach().tolist()!r}{dtype})"
+            text = f"tensor({value.detach().tolist()!r}{dtype})"
         case partial():
-            return f"partial({_text(value.func)}, {_text(value.args)}, {_text(value.keywords)})"
+            text = f"partial({text_of(value.func)}, {text_of(value.args)}, {text_of(value.keywords)})"
         case list() | tuple():
             begin, end = "[]" if isinstance(value, list) else "()"
-            return f"{begin}{', '.join(map(_text, value))}{end}"
+            text = f"{begin}{', '.join(map(text_of, value))}{end}"
+        case set() | frozenset():  # whose order is another in each process
+            text = f"{type(value).__name__}({', '.join(sorted(map(text_of, value)))})"
         case Mapping():
-            return f"{{{', '.join(f'{_text(name)}: {_text(one)}' for name, one in value.items())}}}"
+            text = f"{{{', '.join(f'{text_of(name)}: {text_of(one)}' for name, one in value.items())}}}"
         case _ if callable(value):
             of = value if hasattr(value, "__qualname__") else type(value)
-            return f"{getattr(of, '__module__', None)}.{of.__qualname__}"
+            text = f"{getattr(of, '__module__', None)}.{of.__qualname__}"
         case _:
-            return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+            text = re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+    return text

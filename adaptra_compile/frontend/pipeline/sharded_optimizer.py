@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from numbers import Number
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,11 +17,9 @@ from adaptra.collectives.owners import balanced_owners
 from adaptra.errors import OptionError
 from adaptra.frontend.running.session import Session
 from adaptra.frontend.running.sharded_parameters import ShardedParameters
+from adaptra.runtime.exchange.optimizer_settings import text_of
 
 Kind = TypeVar("Kind", bound=torch.optim.Optimizer)
-
-_MOST_NUMBERS: Final = 64
-"""A tensor of more numbers is no setting."""
 
 Group = dict[str, Any]
 """Parameters, each alone or behind a name, and their settings."""
@@ -104,9 +101,9 @@ class Sharding:
         digest = zlib.crc32(repr((f"{kind.__module__}.{kind.__qualname__}", own)).encode())
         # A parameter that an earlier optimizer has may be frozen by now: it keeps its owner.
         shared = {**worker.owners, **{name: owner for name, owner in owners.items() if name in trained}}
-        told = [f"{name}={_plain(value)}" for name, value in sorted(settings.items())]
+        told = [f"{name}={text_of(value)}" for name, value in sorted(settings.items())]
         for number, group in enumerate(groups):
-            told += [f"{name}={_plain(value)} in group {number}" for name, value in sorted(group.items()) if name != "params"]
+            told += [f"{name}={text_of(value)} in group {number}" for name, value in sorted(group.items()) if name != "params"]
         self._session.local.on_every_rank(lambda one: one.shard(shared, digest, told), "shard")
 
         def is_here(parameter: Tensor) -> bool:
@@ -117,15 +114,6 @@ class Sharding:
         optimizer = kind(here, **settings)
         self._session.local.shards[optimizer] = ShardedParameters(self._session.local, optimizer, trained)
         return optimizer
-
-
-def _plain(value: object) -> str:
-    """Return a setting's text, the same on all ranks that were given the same. Of what is no plain value it is the type."""
-    if isinstance(value, Tensor) and value.numel() <= _MOST_NUMBERS:
-        return f"tensor({value.tolist()!r}, {value.dtype})"
-    if isinstance(value, (tuple, list)):
-        return f"[{', '.join(map(_plain, value))}]"
-    return repr(value) if value is None or isinstance(value, (Number, str, torch.dtype)) else type(value).__qualname__
 
 
 def _tensor(one: Any) -> Tensor:

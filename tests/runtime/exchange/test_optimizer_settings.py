@@ -45,6 +45,7 @@ def text_of(value: Any) -> str:
         (partial(text_of, 1), partial(text_of, 2)),
         ([0.1], (0.1,)),
         ({"a": 1}, {"a": 2}),
+        ({"a"}, {"b"}),
         (None, 0),
     ],
 )
@@ -66,6 +67,8 @@ def make() -> Callable[[float], float]:
         (lambda: [partial(make(), 2)], f"[partial({__name__}.make.<locals>.<lambda>, (2), {{}})]"),
         (lambda: torch.tensor(0.00101), f"tensor({torch.tensor(0.00101).item()})"),
         (lambda: torch.float32, "torch.float32"),
+        (lambda: {"b", "a"}, "set('a', 'b')"),
+        (lambda: torch.device("cuda", 1), "cuda"),
     ],
 )
 def test_what_lies_elsewhere_in_another_process_is_the_same(create: Callable[[], Any], text: str) -> None:
