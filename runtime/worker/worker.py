@@ -7,8 +7,7 @@ torchrun a process has one worker; without a launcher a process has one per rank
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
@@ -16,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from adaptra.errors import AdaptraError, LaunchError, OptionError, PeerLostError
+from adaptra.errors import OptionError
 from adaptra.graph import CompiledStages
 from adaptra.graph.inner_compiler import prepare
 from adaptra.json_files import Fields
@@ -32,7 +31,6 @@ from adaptra.runtime.control.deciding.replanning import Planning
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.control.plans.plan import Plan
 from adaptra.runtime.control_store.signed_store import under
-from adaptra.runtime.control_store.stores import error_of_store
 from adaptra.runtime.data_parallel.kept_buffers import KeptBuffers
 from adaptra.runtime.data_parallel.shards import Shards, require_same_settings
 from adaptra.runtime.exchange.store_exchange import gather
@@ -41,30 +39,24 @@ from adaptra.runtime.injection.points import Moment
 from adaptra.runtime.measuring.monitor import Monitor, StepRecords, merge_timelines
 from adaptra.runtime.measuring.reduces import StepReduces, own_reduce
 from adaptra.runtime.measuring.step_norms import NoiseOfStages
-from adaptra.runtime.membership.process_membership import Listener
 from adaptra.runtime.membership.timing import LOST_STORE_SECONDS
 from adaptra.runtime.outputs.sharing import SharedOutputs
 from adaptra.runtime.outputs.step_outputs import StepOutputs
 from adaptra.runtime.rdma.watch import RdmaEvent, watch
-from adaptra.runtime.synchrony.deferral import Deferral
-from adaptra.runtime.synchrony.local_steps import LocalSteps
 from adaptra.runtime.telemetry.rank import RankTelemetry
-from adaptra.runtime.transports.base import Identity
 from adaptra.runtime.transports.process_groups import collectives_of_user
 from adaptra.runtime.worker.call_numbers import CallNumbers
-from adaptra.runtime.worker.ends.x_order import XOrderSteps
 from adaptra.runtime.worker.last_steps import LastSteps, RunStep
+from adaptra.runtime.worker.rank_errors import RankErrors
+from adaptra.runtime.worker.rank_updates import RankUpdates
 from adaptra.runtime.worker.rank_values import RankValues
-from adaptra.runtime.worker.stages.deferred_microbatches import DeferredMicrobatches
 from adaptra.runtime.worker.stages.loss_reduction import Reduction
-from adaptra.runtime.worker.stages.open_microbatches import OpenMicrobatches
 from adaptra.runtime.worker.step.rank_context import RankContext
 from adaptra.runtime.worker.step.rank_programs import RankPrograms
 from adaptra.runtime.worker.step.receive_pool import by_worker
 from adaptra.runtime.worker.step.shapes import FIRST, StepShape
 from adaptra.runtime.worker.step.step_parts import Batch, StepParts
 from adaptra.runtime.worker.step.two_pass import PendingBackward, TwoPassStep
-from adaptra.runtime.world.world import ProcessId, WorkerId
 from adaptra.simulation.timeline import Timeline
 from adaptra.weakly import weakly
 
@@ -91,7 +83,8 @@ class Worker:
         numbers: The numbers of the rank's calls.
         last: What is known of the last steps.
         values: Moves parameters and buffers between two steps.
-        explain: Returns the cause of an error, for the user and the other ranks.
+        errors: Reports this rank's errors, and ends its waits by those of others.
+        updates: What the updates of its parameters have in them.
     """
 
     def __init__(
@@ -112,8 +105,7 @@ class Worker:
         self.numbers: Final = CallNumbers(first_step)
         self._context = context
         self._telemetry = telemetry
-        self._aborted_by: Exception | None = None
-        self.explain: Callable[[Exception, Callable[[], bool]], Exception] = _as_it_is
+        self.errors: Final = RankErrors(context, self.numbers, telemetry)
         self._parts = StepParts(compiled, state, microbatches, context, reduction)
         self._shapes = {FIRST: self._parts.first}
         self.last: Final = LastSteps(len(self._parts.factory.own))
@@ -121,7 +113,12 @@ class Worker:
             self.last.noise = NoiseOfStages()
         self._programs = RankPrograms(compiled, self._parts, context, initial)
         self.values: Final = RankValues(
-            context, self._parts.factory, self._programs.buffers, self.numbers, weakly(self._meeting), weakly(self.check)
+            context,
+            self._parts.factory,
+            self._programs.buffers,
+            self.numbers,
+            weakly(self.errors.meeting),
+            weakly(self.errors.check),
         )
         # Replicas that compute for each other agree on one plan log.
         log = job if planning.replicas > 1 else transport
@@ -138,13 +135,16 @@ class Worker:
             replace(planning, ahead_of_need=InsertComm.for_contract(transport.contract).ahead_of_need),
             options=ControllerOptions(adapt=options.adapt, delegate=options.uses_delegate, plan_seconds=options.timeout),
             callbacks=ControlCallbacks(
-                weakly(self._programs.prepare), telemetry.event, weakly(self._take_reduces), weakly(self._abort_by_control)
+                weakly(self._programs.prepare),
+                telemetry.event,
+                weakly(self._take_reduces),
+                weakly(self.errors.abort_by_control),
             ),
             first_step=first_step,
             attempt=job.attempt,
         )
-        self._listener = Listener(weakly(self.abort), weakly(self._awaited_from), WorkerId(job.rank))
-        context.membership.add(self._listener)
+        self.updates: Final = RankUpdates(self._parts, self.numbers, self.controller.recorder, self.errors.check)
+        self.errors.listen(self.controller)
         self._watcher = watch(transport.rdma_devices, self._record_link_event)
         telemetry.started(initial)
 
@@ -180,8 +180,8 @@ class Worker:
         step = self.numbers.next_step
         if self.numbers.collectives not in (None, self._collectives()):
             self.monitor.meet(all_ranks=True)
-        with self._reporting_errors():
-            self._exchange()
+        with self.errors.reporting():
+            self.updates.exchange()
             plan = self.controller.plan_for(step)
             goes_home = not plan.program.is_one_pipeline and self._context.replicas.any_has(shape != FIRST)
             executor = self._programs.switch_to(plan, step, shape, at_home=goes_home)
@@ -193,89 +193,25 @@ class Worker:
             self.failures.at(step, Moment.BEGIN)
             before = self.numbers.steps_before
             certificate = self._parts.run(executor, step, inputs, targets, loss_scale, before, of, outputs, asks=with_outputs)
-            self._tell_tail()
+            self.updates.tell_tail()
             measurement = self.monitor.end_step(step, started, time.monotonic(), of.shape.code)
         self.last.run = RunStep(certificate, measurement, of, goes_home)
         return certificate.losses, self._whole(step, outputs, executor.program, to_all=to_all)
 
-    def _tell_tail(self) -> None:
-        """Tell what of this replica others have computed in the step that has run, or what is deferred to the next one."""
-        tail = self._parts.tail
-        if tail is not None and tail.told is not None and 0 in self._parts.factory.own:
-            self.controller.recorder.emit_now(tail.event, tail.told)
-
-    @property
-    def tail(self) -> OpenMicrobatches | None:
-        """What this rank computes of a step that is not known before it; None where all is known."""
-        return self._parts.tail
-
-    @property
-    def deferral(self) -> Deferral | None:
-        """Which microbatches are deferred to the next step; None where none ever is."""
-        tail = self._parts.tail
-        return tail.deferral if isinstance(tail, DeferredMicrobatches) else None
-
-    def _exchange(self, *, all_now: bool = False) -> None:
-        """Exchange with other sites what is due at the begin of a step, or all that there is."""
-        local, order = self._parts.local, self._parts.order
-        if local is not None:
-            for one in local.exchange_all() if all_now else local.begin():
-                self.controller.recorder.emit_now(EventKind.EXCHANGED, str(one))
-        elif order is not None and all_now:
-            self.controller.recorder.emit_now(EventKind.UPDATED, str(order.exchange_all()))
-
     def exchange(self) -> None:
         """Exchange with all other sites what this one has learnt, between two steps; all ranks of the job call it."""
-        with self._meeting():
-            self._exchange(all_now=True)
-
-    @property
-    def local(self) -> LocalSteps | None:
-        """The exchanges with other sites that take local steps; None in other modes."""
-        return self._parts.local
-
-    @property
-    def apart(self) -> LocalSteps | XOrderSteps | None:
-        """What sites do that update by themselves; None where all replicas are one site."""
-        return self._parts.local or self._parts.order
-
-    @property
-    def logged(self) -> LocalSteps | XOrderSteps | Deferral | None:
-        """What keeps a log of updates that the clock decides on; None where every update has all gradients."""
-        return self.apart or self.deferral
-
-    @property
-    def updates(self) -> int:
-        """The number of updates of the parameters in the whole training."""
-        order, numbers = self._parts.order, self.numbers
-        return numbers.updates_before + (numbers.next_step - numbers.first_step if order is None else order.made)
+        with self.errors.meeting():
+            self.updates.exchange(all_now=True)
 
     def go_on_at(self, step: int, updates: int) -> None:
         """Set the number of the next step of the training, on which random numbers depend, and that of updates before it."""
         self.numbers.go_on_at(step)
-        self.numbers.updates_before += updates - self.updates
-
-    def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the state of this optimizer go to replicas that have missed updates, where there are any."""
-        if self._parts.order is not None:
-            self._parts.order.attach(optimizer)
-
-    def hand_over(self) -> None:
-        """Give replicas what they lack of updates, as those that all wait for can't go on without it."""
-        if self._parts.order is not None:
-            self._parts.order.hand_over()
+        self.updates.go_on_at(updates)
 
     def align_copies(self) -> None:
         """Replace copies of values by the first holder's; all ranks call it."""
         self.values.align_copies()
-        self.begin_exchanges()
-
-    def begin_exchanges(self) -> None:
-        """Let sites update by themselves from the parameters that all of them have now; all ranks call it."""
-        if self._parts.order is not None:
-            self.numbers.updates_before = self.updates  # which goes on
-        if self.apart is not None:
-            self.apart.restart(self.check)
+        self.updates.restart()
 
     def at_certificate(self) -> None:
         """Fail if this worker is to fail between a step that has run and its :meth:`commit`."""
@@ -292,12 +228,9 @@ class Worker:
         assert step is not None, "a step has run"
         self.last.run = None
         self.kept.commit()
-        with self._reporting_errors():
+        with self.errors.reporting():
             self._parts.end.commit(step.certificate)
-            if self._parts.local is not None:
-                self._parts.local.end_step()
-            if self._parts.order is not None:
-                self.controller.recorder.emit_now(EventKind.UPDATED, str(self._parts.order.last))
+            self.updates.end_step()
             self.numbers.next_step += 1
             self.numbers.collectives = self._collectives()
             self._tell_choice()
@@ -305,8 +238,8 @@ class Worker:
             if not self.controller.coordinates:
                 self.last.reduces = own_reduce(step.measurement)
             self.controller.report(comparable)
-            moved = None if self._parts.tail is None else self._parts.tail.moved
-            self._telemetry.end_step(step.measurement, self.monitor.kept[-1], moved)
+            tail = self.updates.tail
+            self._telemetry.end_step(step.measurement, self.monitor.kept[-1], None if tail is None else tail.moved)
             self._tell_norms(step)
 
     def _tell_norms(self, step: RunStep) -> None:
@@ -344,7 +277,7 @@ class Worker:
         if not outputs and not to_all:
             return None
         is_routed = program is not None and not program.is_one_pipeline
-        with self._meeting() if to_all or is_routed else self._reporting_errors():
+        with self.errors.meeting() if to_all or is_routed else self.errors.reporting():
             if program is not None:
                 self._shared_outputs.bring_home(program, step, outputs)
             own = outputs.get(self._context.replica)
@@ -381,7 +314,7 @@ class Worker:
         number = self.numbers.compared[call]
         self.numbers.compared[call] += 1
         if self._context.ranks > 1 and is_due(number):
-            with self._reporting_errors():
+            with self.errors.reporting():
                 self.controller.send_checksums(call, number, numbers_of(arguments), self.numbers.training_step)
 
     def forward(self, inputs: Batch) -> tuple[tuple[Tensor, ...], PendingBackward]:
@@ -396,7 +329,7 @@ class Worker:
         Raises:
             As :meth:`step`.
         """
-        with self._reporting_errors():
+        with self.errors.reporting():
             self._parts.buffers.begin()
             self.failures.at(self.numbers.next_step, Moment.BEGIN)
             outputs, kept = self._phases.forward(self.numbers.next_step, inputs)
@@ -418,7 +351,7 @@ class Worker:
         Raises:
             As :meth:`step`.
         """
-        with self._reporting_errors():
+        with self.errors.reporting():
             found = self._phases.backward(kept, tangents)
         self.monitor.begin_step()
         return found
@@ -442,13 +375,13 @@ class Worker:
 
     def gradient_norm(self, norm_type: float) -> Tensor:
         """Return the norm of all stages' gradients after the last step, the same on every rank; all ranks call it."""
-        with self._meeting(all_ranks=True):
+        with self.errors.meeting(all_ranks=True):
             self.failures.at(self.numbers.next_step - 1, Moment.CLIP)
             return self._parts.norms.total(self.numbers.next_step - 1, norm_type, self._context.options.timeout)
 
     def found_anywhere(self, has_property: bool) -> bool:
         """Return True if ``has_property`` is true on any rank after the last step; all ranks call it."""
-        with self._meeting(all_ranks=True):
+        with self.errors.meeting(all_ranks=True):
             return self._parts.norms.found_anywhere(self.numbers.next_step - 1, has_property, self._context.options.timeout)
 
     @property
@@ -467,7 +400,7 @@ class Worker:
         Raises:
             OptionError: They shard other parameters, or with other settings; nothing has changed.
         """
-        with self._meeting():
+        with self.errors.meeting():
             others = [replica for replica, (one,) in enumerate(self._context.replicas.gather([digest])) if one != digest]
             if others:
                 raise OptionError(
@@ -484,7 +417,7 @@ class Worker:
 
     def bring_parameters(self, names: Sequence[str]) -> None:
         """Replace parameters by those of their owners, which have stepped them; all ranks call it."""
-        with self._meeting():
+        with self.errors.meeting():
             if self._parts.shards is not None:
                 self._parts.shards.bring_parameters(names)
 
@@ -516,7 +449,7 @@ class Worker:
         of, with_loss = self._shapes[shape], targets is not None
         outputs = self._parts.outputs(of.shape) if with_outputs or not with_loss else {}
         stages = self._parts.factory.evaluation(of.shape, self.state, with_loss=with_loss, with_outputs=with_outputs)
-        with self._reporting_errors():
+        with self.errors.reporting():
             for compiled in filter(None, (of.shape.larger, of.shape.smaller)):
                 for stage in stages:
                     prepare(compiled.eval[stage])
@@ -537,13 +470,13 @@ class Worker:
         records = self.monitor.records(step).shifted(job.clock_of(0))
         own = replace(records, rank=job.rank).to_json()
         # Replicas that don't compute for each other may run different programs.
-        with self._meeting():
+        with self.errors.meeting():
             answers = gather(
                 job,
                 f"records/{self.numbers.timelines}",
                 {"records": own, "program": str(program) if self.rank == 0 and program.is_one_pipeline else None},
                 self._context.options.timeout,
-                self.check,
+                self.errors.check,
             )
         if answers is None:
             return None
@@ -607,9 +540,8 @@ class Worker:
             self._watcher.close()
         self._parts.close()
         # A lost store may never answer the requests that are under way.
-        membership = self._context.membership
-        self.controller.close(LOST_STORE_SECONDS if membership.has_lost_the_store else CLOSE_SECONDS)
-        membership.remove(self._listener)
+        self.controller.close(LOST_STORE_SECONDS if self._context.membership.has_lost_the_store else CLOSE_SECONDS)
+        self.errors.close()
         self._context.transport.close()
         if not goes_on:
             self._telemetry.ended(self.numbers.next_step)
@@ -618,79 +550,6 @@ class Worker:
     def is_alone(self) -> bool:
         """True if no other rank waits for this one's messages or gradients."""
         return self._context.job.world_size == 1
-
-    def fail(self, error: Exception) -> Exception:
-        """Report to all ranks that this rank can't continue.
-
-        Returns:
-            The first failure of any rank, to be raised in place of ``error``.
-        """
-        # A lost rank has its own name, whatever error showed it. A store that tells who is late has answered.
-        of_store = None if isinstance(error, PeerLostError | LaunchError) else error_of_store(error)
-        cause = self._context.membership.fail(self._listener, error, of_store=of_store)
-        cause = cause if isinstance(cause, Exception) else error
-        self.abort(cause)
-        self._telemetry.failed(self.numbers.next_step, cause, self.monitor)
-        return cause
-
-    @property
-    def has_failed(self) -> bool:
-        """True if an error has ended this rank's waits."""
-        return self._aborted_by is not None
-
-    def abort(self, error: Exception) -> None:
-        """End all waits of this rank, now and later, with this error. Any thread may call it."""
-        if self._aborted_by is None:
-            self._aborted_by = error
-        self._context.transport.abort(error)
-        self.controller.abort(error)
-        self._context.replicas.abort()
-        if self._context.sites is not None:
-            self._context.sites.abort()
-
-    def check(self) -> None:
-        """Raise the error that has ended this rank's waits, if there is one."""
-        if self._aborted_by is not None:
-            raise self._aborted_by
-
-    @contextmanager
-    def _reporting_errors(self) -> Generator[None]:
-        """Report an error to all ranks, and raise the first failure of any rank in its place."""
-        try:
-            self.failures.at(self.numbers.next_step - 1, Moment.OPTIMIZER)
-            yield
-        except Exception as error:
-            ended_by = self._aborted_by if isinstance(error, PeerLostError) else None
-            cause = self.fail(ended_by or self._placed(self.explain(error, self._has_lost_a_process)))
-            if cause is error:
-                raise
-            raise cause from error
-
-    def _has_lost_a_process(self) -> bool:
-        return self._context.membership.has_lost_a_process
-
-    def _awaited_from(self, process: int) -> Identity | None:
-        """Return the message that this rank waits for from a process."""
-        hosted = self._context.world.hosted(ProcessId(process))
-        return next(filter(None, map(self._context.job.waiting_for, hosted)), None)
-
-    def _placed(self, error: Exception) -> Exception:
-        """Convert an error that names a worker of another process to one with that process's number."""
-        hosts = self._context.world.hosts
-        if not isinstance(error, PeerLostError) or error.rank is None:
-            return error
-        lost = hosts[error.rank]
-        if lost in (error.rank, hosts[self._listener.worker or 0]):
-            return error
-        message = f"{error} (worker {error.rank} is the job's rank {lost})"
-        return PeerLostError(message, rank=lost, edge=error.edge, op=error.op)
-
-    @contextmanager
-    def _meeting(self, *, all_ranks: bool = False) -> Generator[None]:
-        """Enclose a call between steps in which ranks of the pipeline wait for each other; errors as in a step."""
-        self.monitor.meet(all_ranks=all_ranks)
-        with self._reporting_errors():
-            yield
 
     def _take_reduces(self, reduces: StepReduces) -> None:
         """Take REDUCE of a step on all ranks, on the coordinator's control thread."""
@@ -701,12 +560,3 @@ class Worker:
         """Record an RDMA event. The transport continues by itself on another path."""
         self.monitor.link(event, time.monotonic())
         self.controller.recorder.emit_now(EventKind.LINK, str(event))
-
-    def _abort_by_control(self, error: BaseException) -> None:
-        """End this rank's waits for messages after a failure of the control plane, which informs the other ranks itself."""
-        self._context.transport.abort(error if isinstance(error, Exception) else AdaptraError(str(error)))
-
-
-def _as_it_is(error: Exception, is_known: Callable[[], bool]) -> Exception:
-    """Return the error itself, as no other cause is known."""
-    return error

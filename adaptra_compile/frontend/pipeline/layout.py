@@ -65,7 +65,7 @@ class LayoutMethods(StateMethods):
         """
         self.require_own(optimizer)
         for worker in self._require().workers:
-            worker.attach(optimizer)
+            worker.updates.attach(optimizer)
         self._optimizer = optimizer
 
     def settle_roles(self, optimizer: torch.optim.Optimizer | None = None, *, horizon: int = 1000) -> RoleChange | None:

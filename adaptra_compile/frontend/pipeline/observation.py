@@ -116,7 +116,7 @@ class ObservationMethods(HeldSession):
         noise = "".join(f"noise scale of this rank's gradients: {one}\n" for one in self.noise_scales)
         worker, changed = self._require().workers[0], self._require().synchrony.last
         sites = "" if changed is None else f"synchrony: {changed}\n"
-        sites += "".join(f"{mode}\n" for mode in (worker.apart, worker.tail) if mode is not None)
+        sites += "".join(f"{mode}\n" for mode in (worker.updates.apart, worker.updates.tail) if mode is not None)
         return self._explain_plan(equations) + alone + sites + chosen + measured + noise
 
     @property
@@ -197,7 +197,7 @@ class ObservationMethods(HeldSession):
         session.local.require_running()
         if self._losses is None or not session.workers[0].monitor.kept:
             raise PipelineError("no step has run yet: a timeline shows the last step")
-        if isinstance(order := session.workers[0].apart, XOrderSteps):
+        if isinstance(order := session.workers[0].updates.apart, XOrderSteps):
             order.require_equal(call)  # a replica that is behind would wait for updates of those that wait here
         return session.local.on_every_rank(Worker.timeline, call)[0]
 

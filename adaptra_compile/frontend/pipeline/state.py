@@ -264,7 +264,7 @@ class StateMethods(HeldSession):
         It is the number of steps, but behind some in ``Options(synchrony=adaptra.XOrder(...))``. A learning rate that follows a
         schedule follows this number there, as a late replica has made fewer steps. It goes on where the mode changes.
         """
-        return self._require().workers[0].updates
+        return self._require().workers[0].updates.count
 
     def outer_state_dict(self) -> dict[str, Any]:
         """Return what a site has beside its :meth:`state_dict` where sites update by themselves.
@@ -321,7 +321,7 @@ class StateMethods(HeldSession):
             OptionError: Every update has the gradients of all microbatches.
         """
         session = self._require()
-        logged = session.workers[0].logged
+        logged = session.workers[0].updates.logged
         if logged is None and session.synchrony.log is not None:
             return session.synchrony.log
         logged = logged or self._apart("exchange_log")
@@ -339,7 +339,7 @@ class StateMethods(HeldSession):
             PeerLostError: Another rank failed. The text names it. The pipeline has failed.
         """
         session = self._require()
-        logged = session.workers[0].logged or self._apart("replay")
+        logged = session.workers[0].updates.logged or self._apart("replay")
         if isinstance(logged, Deferral):
             session.synchrony.replay(log, logged)
         elif logged is not None:
@@ -357,7 +357,7 @@ class StateMethods(HeldSession):
             OptionError: All replicas are one site.
         """
         session = self._require()
-        apart = session.workers[0].apart
+        apart = session.workers[0].updates.apart
         if apart is None and not isinstance(session.local.synchrony, XOrder):
             raise OptionError(f"{call}: all replicas are one site: expected Options(synchrony=adaptra.Local(...)), or XOrder")
         return apart
@@ -366,5 +366,5 @@ class StateMethods(HeldSession):
         """Load a state that fits, for adaptra's own modules."""
         session = self._require()
         session.held.take(fitting)
-        if (local := session.workers[0].local) is not None:
+        if (local := session.workers[0].updates.local) is not None:
             local.lose_loaded()

@@ -106,7 +106,7 @@ class Batches:
             BatchError: As :meth:`of`. Or a step that has a deadline would have another shape than that of compilation.
         """
         if self.shapes.can_vary and not self.shapes.is_first(inputs, targets):
-            if training and (deferral := self._workers[0].deferral) is not None:
+            if training and (deferral := self._workers[0].updates.deferral) is not None:
                 raise BatchError(
                     f"a batch of {', '.join(str(tuple(one.shape)) for one in inputs)}: expected batches of the shape for which "
                     "the pipeline was compiled, as those that were deferred to a step are computed with its own under "

@@ -41,7 +41,7 @@ class KeptState:
         self._groups = [_settings(group) for group in optimizer.param_groups]
         self._scaler_state = None if scaler is None else deepcopy(scaler.state_dict())
         self._others = [(one, deepcopy(one.state_dict())) for one in others]
-        self._step, self._updates = local.workers[0].numbers.training_step, local.workers[0].updates
+        self._step, self._updates = local.workers[0].numbers.training_step, local.workers[0].updates.count
         self._generators = [(one, state_of(one)) for one in global_generators().values()]
         self._on_device = torch.cuda.get_rng_state(local.launched.device) if local.launched.device.type == "cuda" else None
 

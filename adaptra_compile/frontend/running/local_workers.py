@@ -79,7 +79,7 @@ class LocalWorkers:
     def _end_by(self, error: Exception) -> None:
         """End all waits of this process, since ranks have called different methods."""
         for worker in self.workers:
-            worker.abort(error)
+            worker.errors.abort(error)
 
     def run_by(self, planned: PlannedPipeline, launched: Launch, workers: Sequence[Worker], recorders: Recorders) -> None:
         """Run by these workers from now on. Those before them have ended: see :meth:`end`."""
@@ -96,7 +96,7 @@ class LocalWorkers:
             by_site = world.sites > 1 and not (isinstance(apart, Local) and apart.quorum is None)
             self.calls.begin(world.site_of(launched.process) if by_site else world.processes, lambda: launched.attempt)
             for worker in self.workers if launched.job.keeper is None else ():  # a call that breaks is done again at once
-                worker.explain = self.calls.explain
+                worker.errors.explain = self.calls.explain
         # Also if the process ends without a close, since the transports' threads must not outlive the interpreter.
         self._end = weakref.finalize(self, _end_for_good, self.workers, self._threads, recorders, launched)
 
@@ -159,7 +159,7 @@ class LocalWorkers:
         except Exception as error:
             if not self.launched.in_threads and others_wait:
                 self._failure = error
-                self.workers[0].fail(error)
+                self.workers[0].errors.fail(error)
             raise
 
     def on_every_rank(
@@ -237,7 +237,7 @@ class LocalWorkers:
         except BaseException as error:
             # Ctrl-C, for example, reaches this thread only, and the ranks would continue without it.
             for worker in self.workers:
-                worker.abort(PipelineError(f"the step was interrupted: {type(error).__name__}"))
+                worker.errors.abort(PipelineError(f"the step was interrupted: {type(error).__name__}"))
             raise
         if errors:
             raise next((error for error in errors if not isinstance(error, PeerLostError)), errors[0])
@@ -275,7 +275,7 @@ class LocalWorkers:
             if isinstance(error, Exception):
                 is_group = isinstance(error, RuntimeError) and not isinstance(error, AdaptraError)
                 failed = PeerLostError(f"{what}: a rank is lost: {error}") if is_group else error
-                cause = failed if self.launched.in_threads else self.workers[0].fail(failed)
+                cause = failed if self.launched.in_threads else self.workers[0].errors.fail(failed)
                 if what != "batch" and self.launched.job.keeper is not None:  # a change can't be made again
                     self.launched.job.keeper.fail(error)
                 # Each rank finds by itself that ranks differ or are late, and says it better than another's report does.
@@ -317,7 +317,7 @@ class LocalWorkers:
             if not carries_deferred:
                 self.require_nothing_deferred(call)
             for worker in self.workers:
-                worker.hand_over()
+                worker.updates.hand_over()
             result, consent = ready()
         except Exception as error:
             meet(Consent.refused(error))
@@ -331,7 +331,7 @@ class LocalWorkers:
         Raises:
             StateError: Some are deferred to the next step.
         """
-        deferral = self.workers[0].deferral
+        deferral = self.workers[0].updates.deferral
         if deferral is not None and any(deferral.deferred):
             raise StateError(
                 f"{call}: {sum(deferral.deferred)} microbatches are deferred to the next step: expected a call after a step "
@@ -340,7 +340,7 @@ class LocalWorkers:
 
     def warn_of_deferred(self, call: str) -> None:
         """Log once for a method that what it returns lacks microbatches, if any are deferred to the next step."""
-        deferral = self.workers[0].deferral
+        deferral = self.workers[0].updates.deferral
         if deferral is not None and any(deferral.deferred) and call not in self._warned:
             self._warned.add(call)
             logger.warning(
@@ -355,13 +355,13 @@ class LocalWorkers:
             OptionError: Steps have no deadline.
         """
         for worker in self.workers:
-            if worker.deferral is None:
+            if worker.updates.deferral is None:
                 raise OptionError("defer_nothing: steps have no deadline: expected Options(synchrony=adaptra.Deadline(...))")
-            worker.deferral.defers_nothing = True
+            worker.updates.deferral.defers_nothing = True
 
     def check(self) -> None:
         """Raise the error that has ended this process's waits for other ranks, if there is one."""
-        self.workers[0].check()
+        self.workers[0].errors.check()
 
     def end(self) -> None:
         """End the workers, for others in their place. This process stays in the job."""
@@ -418,8 +418,8 @@ def _end_for_good(
 
     It also ends a process that has not closed its pipeline.
     """
-    deferral = workers[0].deferral
-    if deferral is not None and deferral.deferred[deferral.replica] and not any(worker.has_failed for worker in workers):
+    deferral = workers[0].updates.deferral
+    if deferral is not None and deferral.deferred[deferral.replica] and not any(worker.errors.has_failed for worker in workers):
         logger.warning(
             f"{deferral.deferred[deferral.replica]} microbatches of replica {deferral.replica} were deferred to a step "
             "that does not come: call pipe.defer_nothing() before the last step"
@@ -446,5 +446,5 @@ def _end(workers: Sequence[Worker], threads: ThreadPoolExecutor | None, recorder
     if threads is not None:
         threads.shutdown()
     close_all(recorders)
-    if not any(worker.has_failed for worker in workers):
+    if not any(worker.errors.has_failed for worker in workers):
         launched.end()

@@ -211,7 +211,7 @@ class ModeTrial:
     def _go_back(self, kept: KeptState) -> None:
         with self._local.changing(self._call):
             kept.go_back()
-        self._local.on_every_rank(Worker.begin_exchanges, self._call)
+        self._local.on_every_rank(lambda worker: worker.updates.restart(), self._call)
 
     def _tell(self, text: str) -> list[str]:
         with self._local.called(self._call), self._local.changing(self._call):

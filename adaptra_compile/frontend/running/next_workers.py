@@ -73,11 +73,11 @@ class NextWorkers:
         workers = planned.factory.workers(launched, recorders, states, planned.initial, first.numbers.next_step)
         opened.pop_all()
         for worker in workers:
-            worker.go_on_at(first.numbers.training_step, first.updates)
+            worker.go_on_at(first.numbers.training_step, first.updates.count)
             worker.kept.kept = first.kept.kept
             worker.go_on_with(first.owners if owners is None else owners)
-            if worker.tail is not None and first.tail is not None:
-                worker.tail.go_on_after(first.tail)
+            if worker.updates.tail is not None and first.updates.tail is not None:
+                worker.updates.tail.go_on_after(first.updates.tail)
             # With another role it goes on from that of this process.
             same = earlier.get((worker.replica, worker.rank), first if worker is workers[0] else None)
             if same is not None:

@@ -111,12 +111,12 @@ class SynchronyChanges:
                 self._take_first_state(optimizer, scaler)
         with local.called(call), local.changing(call), self._next_workers.joined(following) as (joined, opened):
             agree_here(joined, planned.facts(), self._spec.options.timeout, local.check)
-            states, logged = [worker.state for worker in local.home], local.workers[0].logged
+            states, logged = [worker.state for worker in local.home], local.workers[0].updates.logged
             self.log = None if logged is None else logged.log
             local.end()
             self._next_workers.begin(planned, joined, states, opened)
-        local.workers[0].attach(optimizer)
-        local.on_every_rank(Worker.begin_exchanges, call)
+        local.workers[0].updates.attach(optimizer)
+        local.on_every_rank(lambda worker: worker.updates.restart(), call)
         step = local.workers[0].numbers.training_step
         self.last = f"from {mode_text(before)} to {mode_text(mode)} before step {step}, in {time.monotonic() - began:.2f} s"
         local.workers[0].controller.recorder.emit_now(EventKind.MODE, self.last)

@@ -38,7 +38,7 @@ def agree_on_shape(new: NewShape, number: int, launched: Launch, worker: Worker,
     told: dict[int, int] = {job_ranks[rank]: rank for rank in others}
 
     def check() -> None:
-        worker.check()
+        worker.errors.check()
         ahead = [] if calls is None else calls.ahead(list(told))
         late = not_set(store, [f"{name}/{told[rank]}" for rank in ahead]) if ahead else []
         if late:
