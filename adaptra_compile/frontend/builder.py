@@ -49,8 +49,10 @@ from adaptra.progress import Progress, log_progress, shown_progress
 from adaptra.runtime.devices.determinism import set_deterministic
 from adaptra.runtime.launch.agreement import agree_here, disagree
 from adaptra.runtime.launch.carriers import DelegateSetup
+from adaptra.runtime.launch.first_world import Wanted, sites_of
 from adaptra.runtime.launch.free_memory import free_memory
-from adaptra.runtime.launch.launch import Launch, Wanted, launch, sites_of
+from adaptra.runtime.launch.job import Launch
+from adaptra.runtime.launch.launch import launch
 from adaptra.runtime.worker.batch import example_microbatch, rows_of, split_rows
 from adaptra.runtime.worker.stages.gradient_hooks import copy_is_hooked, is_hooked
 from adaptra.runtime.worker.stages.loss_reduction import UNEQUAL, Reduction, refuse_number_of_items, refuse_sum, unequal_weights

@@ -13,7 +13,7 @@ from torch.distributed import DistError
 from adaptra.errors import LaunchError
 from adaptra.runtime.exchange.store_exchange import Check, exchange, no_check, records_of
 from adaptra.runtime.launch.connecting import on_threads
-from adaptra.runtime.launch.launch import Launch
+from adaptra.runtime.launch.job import Launch
 from adaptra.runtime.transports.base import Transport
 
 _FAILED: Final = "failed: "

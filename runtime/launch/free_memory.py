@@ -11,7 +11,7 @@ import torch
 
 from adaptra.errors import OptionError
 from adaptra.runtime.control_store.schema import decode_all, encode
-from adaptra.runtime.launch.launch import Launch
+from adaptra.runtime.launch.job import Launch
 from adaptra.runtime.world.world import Place
 from adaptra.sizes import size_text
 

@@ -46,9 +46,9 @@ def train_broken(rank: int, port: int, replicas: int, faults: Faults, of_functio
 
 def refuse_a_group() -> None:
     """Have the first group of a later epoch fail in torch, as where a process ends meanwhile, and nobody has told it yet."""
-    from adaptra.runtime.launch import launch
+    from adaptra.runtime.launch import job
 
-    make, refused = launch.new_group, set[str]()
+    make, refused = job.new_group, set[str]()
 
     def refuse(members: Any, *how: Any) -> Any:
         if "/0/" not in members.name and not refused:
@@ -56,7 +56,7 @@ def refuse_a_group() -> None:
             raise RuntimeError("Gloo connectFullMesh failed with Connection refused")
         return make(members, *how)
 
-    launch.new_group = refuse
+    job.new_group = refuse
 
 
 def join_by(port: int) -> None:

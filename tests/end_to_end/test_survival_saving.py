@@ -36,7 +36,7 @@ def saved_often(rank: int, folder: Path, *, disturbed: bool) -> tuple[list[str],
     from training import MIXED, adam, compiled
 
     import adaptra
-    from adaptra.runtime.launch import launch
+    from adaptra.runtime.launch import job
 
     def die(*_: Any) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -60,7 +60,7 @@ def saved_often(rank: int, folder: Path, *, disturbed: bool) -> tuple[list[str],
                 path.mkdir(parents=True, exist_ok=True)
                 (path / "__1_0.distcp").symlink_to("/dev/full")
             if disturbed and step == GROUP and rank == 0:
-                launch.new_group_of_user = die
+                job.new_group_of_user = die
             writer = Dying(path) if disturbed and step == LOST and rank == 3 else dcp.FileSystemWriter(path)
             try:
                 dcp.save(state, storage_writer=writer, process_group=pipe.group)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from adaptra.errors import OptionError
 from adaptra.graph import CompiledStages
 from adaptra.graph.effects.shared_memory import overlapping
-from adaptra.runtime.launch.launch import Launch
+from adaptra.runtime.launch.job import Launch
 
 
 def refuse_shared_memory(

@@ -21,7 +21,7 @@ from adaptra.errors import OptionError
 from adaptra.frontend.arguments.shared_memory import refuse_to_part
 from adaptra.graph import CompiledStages
 from adaptra.program.placement import stages_of
-from adaptra.runtime.launch.launch import Launch
+from adaptra.runtime.launch.job import Launch
 from adaptra.runtime.world.world import Place
 
 _HELD: Final[Any] = WeakTensorKeyDictionary()

@@ -13,7 +13,7 @@ from adaptra.planning.synchrony.modes import Stealing, WithinStep
 from adaptra.program.open_tail import open_tail
 from adaptra.program.placement import has_several, stages_of
 from adaptra.runtime.launch.free_memory import require_host_memory
-from adaptra.runtime.launch.launch import Launch
+from adaptra.runtime.launch.job import Launch
 from adaptra.runtime.world.world import World
 
 

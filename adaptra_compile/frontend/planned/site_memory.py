@@ -6,7 +6,7 @@ from adaptra.frontend.planned.stage_planning import PlannedPipeline
 from adaptra.planning.synchrony.modes import Apart, Local
 from adaptra.program.placement import stages_of
 from adaptra.runtime.launch.free_memory import require_host_memory
-from adaptra.runtime.launch.launch import Launch
+from adaptra.runtime.launch.job import Launch
 from adaptra.runtime.world.world import World
 
 

@@ -22,7 +22,7 @@ from adaptra.runtime.injection.failures import FailureLog, Failures
 from adaptra.runtime.injection.faults import Fault, faults_of_worker
 from adaptra.runtime.injection.faulty_transport import FaultyTransport
 from adaptra.runtime.launch.connecting import on_threads
-from adaptra.runtime.launch.launch import Launch
+from adaptra.runtime.launch.job import Launch
 from adaptra.runtime.measuring.monitor import Monitor
 from adaptra.runtime.options import Options
 from adaptra.runtime.options.recording_options import RecordingOptions

@@ -21,7 +21,7 @@ from adaptra.graph.capture.collectives import refuse_context_parallel
 from adaptra.graph.ops.autocast import refuse_autocast
 from adaptra.planning.synchrony.modes import Local, XOrder
 from adaptra.runtime.control.calls import Calls
-from adaptra.runtime.launch.launch import Job, Launch
+from adaptra.runtime.launch.job import Job, Launch
 from adaptra.runtime.options.stage_options import Synchrony
 from adaptra.runtime.reconfigure.consent import Consent, check_consents
 from adaptra.runtime.worker.worker import Worker

@@ -11,7 +11,7 @@ from adaptra.frontend.planned.stage_planning import PlannedPipeline
 from adaptra.frontend.planned.worker_factory import Recorders, close_all, open_recorders, states_with_guests
 from adaptra.frontend.running.hosted_batches import HostedBatches
 from adaptra.frontend.running.local_workers import LocalWorkers
-from adaptra.runtime.launch.launch import Launch
+from adaptra.runtime.launch.job import Launch
 from adaptra.runtime.options.recording_options import RecordingOptions
 from adaptra.runtime.world.world import World
 
@@ -35,7 +35,7 @@ class NextWorkers:
         """Yield what joins the workers in a world, and a stack that closes it unless :meth:`begin` is reached.
 
         Raises:
-            PeerLostError: As :meth:`adaptra.runtime.launch.launch.Launch.enter`.
+            PeerLostError: As :meth:`adaptra.runtime.launch.job.Launch.enter`.
         """
         with ExitStack() as opened:
             launched = self._local.launched.enter(world)

@@ -33,7 +33,7 @@ from adaptra.runtime.control.calls import CHANGED_MODEL
 from adaptra.runtime.control.plans.events import EventKind
 from adaptra.runtime.exchange.state_transfer import Handover, exchange, gather_state, give_optimizer
 from adaptra.runtime.launch.agreement import agree_here
-from adaptra.runtime.launch.launch import Launch
+from adaptra.runtime.launch.job import Launch
 from adaptra.runtime.reconfigure.agreement import RESTART_SECONDS, agree_on_roles, gather_costs, share_split
 from adaptra.runtime.reconfigure.consent import Consent
 from adaptra.runtime.reconfigure.cut_transfer import move_within, new_state, regroup

@@ -23,7 +23,7 @@ from adaptra.frontend.shapes.recompile import Recompile
 from adaptra.graph import CompiledStages
 from adaptra.planning.remedies.bandwidth_remedies import BandwidthOptions
 from adaptra.planning.synchrony.modes import BesideExact
-from adaptra.runtime.launch.launch import Launch
+from adaptra.runtime.launch.job import Launch
 from adaptra.runtime.worker.worker import Worker
 
 

@@ -38,7 +38,7 @@ from adaptra.runtime.exchange.state_transfer import (
     set_state,
 )
 from adaptra.runtime.launch.agreement import agree_here
-from adaptra.runtime.launch.launch import sites_of
+from adaptra.runtime.launch.first_world import sites_of
 from adaptra.runtime.options.stage_options import Synchrony, check_synchrony
 from adaptra.runtime.reconfigure.consent import Consent
 from adaptra.runtime.synchrony.deferral import Deferral

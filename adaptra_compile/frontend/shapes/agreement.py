@@ -8,7 +8,7 @@ from adaptra.errors import BatchError
 from adaptra.frontend.shapes.shapes import NewShape
 from adaptra.runtime.control.calls import Calls
 from adaptra.runtime.exchange.store_exchange import exchange, not_set, records_of
-from adaptra.runtime.launch.launch import Launch
+from adaptra.runtime.launch.job import Launch
 from adaptra.runtime.worker.worker import Worker
 
 _ONE_SHAPE: Final = "expected one shape on all ranks of a replica; give each of them the same inputs and targets, not None"

@@ -15,7 +15,7 @@ import adaptra
 from adaptra.frontend.arguments.shared_memory import refuse_shared_memory
 from adaptra.graph import compile_stages
 from adaptra.graph.effects.shared_memory import overlapping
-from adaptra.runtime.launch.launch import Launch
+from adaptra.runtime.launch.job import Launch
 from adaptra.runtime.membership.process_membership import ProcessMembership
 from adaptra.runtime.world.world import ProcessId, World
 

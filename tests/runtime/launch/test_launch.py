@@ -10,7 +10,9 @@ import torch.distributed as dist
 from errors_table import check_documented
 
 from adaptra.errors import LaunchError
-from adaptra.runtime.launch.launch import Launch, Wanted, _world, launch  # pyright: ignore[reportPrivateUsage]
+from adaptra.runtime.launch.first_world import Wanted, first_world
+from adaptra.runtime.launch.job import Launch
+from adaptra.runtime.launch.launch import launch
 from adaptra.runtime.transports.c10d.c10d import C10dTransport
 
 ARGUMENTS = {"stages": "1"}
@@ -60,6 +62,6 @@ def test_replicas_take_a_launcher_and_a_gpu_of_their_own_under_nccl() -> None:
         launch(2, None, ARGUMENTS, 5, wanted=Wanted(roles=3))
     check_documented("LaunchError", str(alone.value), "replicas=…: expected 1 without a launcher; start … to … processes")
     with pytest.raises(LaunchError) as on_one_gpu:
-        _world(2, 3, 2, "nccl")
+        first_world(2, 3, 2, "nccl")
     row = "transport 'nccl' with … ranks for … workers: expected transport='delegate', as NCCL takes a GPU once"
     check_documented("LaunchError", str(on_one_gpu.value), row)

@@ -12,7 +12,8 @@ from transport_bodies import SMALL, forward, make
 from adaptra.errors import LaunchError
 from adaptra.runtime.control_store import spare_clients
 from adaptra.runtime.launch.carriers import DelegateSetup
-from adaptra.runtime.launch.launch import Launch, launch
+from adaptra.runtime.launch.job import Launch
+from adaptra.runtime.launch.launch import launch
 from adaptra.runtime.transports.base import Transport
 from adaptra.runtime.world.world import Attempt, ProcessId, World
 
