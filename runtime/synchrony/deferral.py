@@ -62,6 +62,11 @@ class Deferral:
         """How many of the next step's own microbatches this replica computes by the log; None if none is replayed."""
         return self._replayed[0][self.replica] - self.deferred[self.replica] if self._replayed else None
 
+    @property
+    def to_replay(self) -> int:
+        """How many of the steps to come are given by the log that is replayed."""
+        return len(self._replayed)
+
     def take(self, own: int) -> None:
         """Take how many of the step's own microbatches this replica has computed, beside all that were deferred."""
         self._own = own

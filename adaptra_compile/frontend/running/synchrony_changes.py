@@ -192,6 +192,12 @@ class SynchronyChanges:
                 f"{call}: this pipeline has a sharded optimizer, of which sites would lack a part: expected one that has all "
                 "parameters of its rank"
             )
+        deferral = local.workers[0].updates.deferral
+        if deferral is not None and deferral.to_replay:
+            raise StateError(
+                f"{call}: the log that is replayed has {deferral.to_replay} more steps: expected a change of mode after its "
+                "last one"
+            )
         for worker in local.workers:
             require_all_stepped(call, worker.trainable, optimizer)
             for name, parameter in worker.trainable.items():

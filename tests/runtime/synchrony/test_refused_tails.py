@@ -239,6 +239,8 @@ def refused_while_some_are_deferred(_rank: int) -> dict[str, tuple[str, str]]:
     with compiled(PLAIN, PLAIN.rows(rows, 0), stages=1, microbatches=MICROBATCHES, options=options) as pipe:
         args, kwargs = call(PLAIN.rows(rows, 0))
         pipe.replay([{"number": 1, "parts": [{"first": 0, "count": MICROBATCHES - 1}] * 2}])
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        found["replayed"] = error_of(lambda: pipe.take_synchrony("exact", optimizer))
         found["outputs"] = error_of(lambda: pipe.step(*args, **kwargs, outputs=True))
     return found
 
@@ -252,6 +254,7 @@ def test_what_would_lose_deferred_microbatches_is_refused() -> None:
     rows = {
         "saved": deferred,
         "changed": deferred,
+        "replayed": ("…: the log that is replayed has … more steps: expected a change of mode after its last one"),
         "log": (
             "log of a deadline: entry … has the microbatches …, each a first one and a count: expected that replicas go on "
             "from …, and are at most … behind …"
