@@ -23,9 +23,10 @@ class TrainingState:
         torch.distributed.checkpoint.save(state, checkpoint_id="checkpoint")  # every rank; load(...) likewise
 
     It is a stateful object of torch.distributed.checkpoint: each rank writes its stages, and reads those that it has after a
-    restart. It includes the number of the step, on which random numbers depend. So a continued run is bitwise equal to one that
-    never ended. Buffers that differ between replicas, such as BatchNorm's statistics, are the first replica's. A parameter of
-    which the optimizer has no state, since it has not stepped it yet, has none after loading either.
+    restart. It includes the number of the step, on which random numbers depend, and that of updates, where some were in
+    x-order. So a continued run is bitwise equal to one that never ended. Buffers that differ between replicas, such as
+    BatchNorm's statistics, are the first replica's. A parameter of which the optimizer has no state, since it has not stepped
+    it yet, has none after loading either.
 
     Args:
         pipe: The pipeline. It must be compiled, so give ``example_inputs`` or run a step.
@@ -67,7 +68,8 @@ class TrainingState:
         named = NamedState.of(self._optimizer, self._names())
         model = session.held.named(session.held.saved())
         parts = {"optimizer": named.entries, "groups": named.groups, "optimized": named.optimized}
-        return {"model": model, **parts, "step": session.training_step}
+        step, updates = session.training_step, self._pipe.updates
+        return {"model": model, **parts, "step": step if step == updates else (step, updates)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of :meth:`state_dict`, also of a pipeline with other stages of the same model. All ranks call this.
@@ -78,20 +80,20 @@ class TrainingState:
             StateError: The state is of another model or optimizer, or a part of it is missing. The text names it.
         """
         session = self._pipe.session
-        model, optimizer, step = session.held.agreed_to_load(lambda: self._fitting(state), "TrainingState.load_state_dict")
+        model, optimizer, numbers = session.held.agreed_to_load(lambda: self._fitting(state), "TrainingState.load_state_dict")
         self._pipe.take(model)
         optimizer.load_into(self._optimizer)
-        session.go_on_at(step)
+        session.go_on_at(*numbers)
 
-    def _fitting(self, state: Mapping[str, Any]) -> tuple[FittingModel, FittingState, int]:
+    def _fitting(self, state: Mapping[str, Any]) -> tuple[FittingModel, FittingState, tuple[int, int]]:
         saved: Any = state
         if not isinstance(saved, Mapping):
             raise StateError(
                 f"training state: a {type(saved).__name__}: expected a dict, as TrainingState.state_dict() returns"
             )
-        step = check_step(state.get("step"))
+        numbers = check_step(state.get("step"))
         absent = [key for key in _KEYS if key not in state]
         if absent:
             raise StateError(f"training state: it lacks {', '.join(absent)}: expected all of TrainingState.state_dict()")
         model = self._pipe.session.held.fitting(state["model"], strict=True)
-        return model, FittingState.of(self._optimizer, self._names(), state), step
+        return model, FittingState.of(self._optimizer, self._names(), state), numbers

@@ -98,14 +98,27 @@ def test_dropout_goes_on_where_it_was_also_after_a_change_of_cuts_and_back_in_ti
         assert adaptra.TrainingState(pipe, optimizer).state_dict()["step"] == 4
 
 
-@pytest.mark.parametrize("change", [{"step": None}, {"step": -1}, {"step": 1.5}, {"step": True}])
-def test_a_state_without_its_step_is_refused(one_thread: None, change: dict[str, object]) -> None:
+def test_a_run_with_steps_in_x_order_goes_on_with_as_many_updates(one_thread: None, tmp_path: Path) -> None:
+    with compiled(EXAMPLE, BATCHES[0], stages=2, microbatches=MICROBATCHES) as pipe:
+        training = adaptra.TrainingState(pipe, adam(pipe.parameters()))
+        checkpoints.save({"training": training}, checkpoint_id=tmp_path / "equal")
+        pipe.session.go_on_at(5, updates=3)
+        checkpoints.save({"training": training}, checkpoint_id=tmp_path / "others")
+    with compiled(EXAMPLE, BATCHES[0], stages=2, microbatches=MICROBATCHES) as pipe:
+        training = adaptra.TrainingState(pipe, adam(pipe.parameters()))
+        for name, step, updates in (("others", 5, 3), ("equal", 0, 0)):
+            checkpoints.load({"training": training}, checkpoint_id=tmp_path / name)
+            assert (pipe.session.training_step, pipe.updates) == (step, updates)
+
+
+@pytest.mark.parametrize("step", [None, -1, 1.5, True, (1, -1), [1]])
+def test_a_state_without_its_step_is_refused(one_thread: None, step: object) -> None:
     with compiled(EXAMPLE, BATCHES[0], stages=2, microbatches=MICROBATCHES) as pipe:
         training = adaptra.TrainingState(pipe, adam(pipe.parameters()))
         before = {name: one.clone() for name, one in pipe.state_dict().items()}
         other = {name: torch.zeros_like(one) for name, one in before.items()}
         with pytest.raises(StateError) as error:
-            training.load_state_dict(training.state_dict() | {"model": other} | change)
+            training.load_state_dict(training.state_dict() | {"model": other, "step": step})
         check_documented("StateError", str(error.value), NO_STEP)
         assert all(torch.equal(one, before[name]) for name, one in pipe.state_dict().items())
 

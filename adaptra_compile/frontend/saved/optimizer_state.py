@@ -256,15 +256,16 @@ def _first_state(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], 
     return dict(shadow.state[stand_in])
 
 
-def check_step(step: Any) -> int:
-    """Return the number of the training's step that was saved.
+def check_step(saved: Any) -> tuple[int, int]:
+    """Return the number of the training's step that was saved, and that of updates, if it is another.
 
     Raises:
         StateError: It is none.
     """
-    if not is_whole(step) or step < 0:
+    step, updates = saved if isinstance(saved, list | tuple) and len(saved) == 2 else (saved, saved)
+    if not (is_whole(step) and is_whole(updates) and min(step, updates) >= 0):
         raise StateError(
-            f"training state: its step is {step!r}: expected the number of steps that TrainingState.state_dict() has "
+            f"training state: its step is {saved!r}: expected the number of steps that TrainingState.state_dict() has "
             "saved, by which dropout goes on"
         )
-    return step
+    return step, updates

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,6 +38,7 @@ class RankContext:
         device: The device of this rank's stages.
         options: Options of the runtime.
         turns: The turns of the workers of this process at its device; None if there is one worker.
+        replica: This pipeline's number among the replicas.
     """
 
     placement: tuple[int, ...]
@@ -54,6 +55,10 @@ class RankContext:
     device: torch.device
     options: Options
     turns: DeviceTurns | None = None
+    replica: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "replica", self.world.seat(WorkerId(self.worker)).replica)  # each step asks for it some times
 
     @property
     def is_guest(self) -> bool:
@@ -66,16 +71,11 @@ class RankContext:
         return self.transport.rank
 
     @property
-    def ranks(self) -> int:
-        """The number of ranks of the pipeline."""
-        return len(set(self.placement))
-
-    @property
     def worker(self) -> int:
         """This rank's worker in the job."""
         return self.transport.worker_of(self.rank)
 
     @property
-    def replica(self) -> int:
-        """This pipeline's number among the replicas."""
-        return self.world.seat(WorkerId(self.worker)).replica
+    def ranks(self) -> int:
+        """The number of ranks of the pipeline."""
+        return len(set(self.placement))
