@@ -1,8 +1,9 @@
 """A sharded optimizer beside one without shards: memory of a rank, seconds of a step, and bits.
 
 Replicas of one stage are processes of this machine over gloo. Both sides train in the same processes, one step of each in turn.
-A step includes the optimizer's, and what brings parameters to all replicas. Memory is counted from tensors, on the rank with
-the most: the parameters, the step's gradients before they have owners, and the optimizer's state.
+A step includes the optimizer's, and what brings parameters to all replicas. Buckets of gradients have the same size on both
+sides, which each would choose by links that it measures for itself. Memory is counted from tensors, on the rank with the most:
+the parameters, the step's gradients before they have owners, and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def muon(make: Make, parameters: Iterable[nn.Parameter]) -> list[torch.optim.Opt
 OPTIMIZERS = {"AdamW": adamw, "Muon": muon}
 STATE_BYTES = {"AdamW": 8, "Muon": 4}
 """Of a parameter in float32."""
+BUCKET = 4 << 20
 
 
 def without_shards(kind: Callable[..., torch.optim.Optimizer], parameters: Any, **settings: Any) -> torch.optim.Optimizer:
@@ -80,6 +82,7 @@ def measure(rank: int, name: str, steps: int, width: int, blocks: int, rows: int
                     microbatches=2,
                     loss=nn.functional.mse_loss,
                     example_inputs=batch,
+                    options=adaptra.Options(reduce=adaptra.Reduce(bucket=BUCKET)),
                 )
             )
             for _ in range(2)
