@@ -2,8 +2,8 @@
 
 Both checkouts have an environment of their own, in which adaptra is installed from them. A job of two replicas of each is
 started, and they take turns by some steps. So what slows the machine for longer slows both. Processor time counts, of the first
-replica. Buckets of gradients have a given size: each start would choose it by the links that it measures, and one bucket more
-is a fifth of such a step. The interval is over starts.
+replica. Buckets of gradients have a given size. Each start would choose it by links that it measures, and one bucket more is a
+fifth of such a step. The interval is over starts.
 """
 
 from __future__ import annotations
