@@ -27,7 +27,7 @@ from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 from adaptra.runtime.data_parallel.collectives.some_ranks import SomeRanks
 from adaptra.runtime.devices.read_later import ReadLater, moved_to
 from adaptra.runtime.transports.base import Transport
-from adaptra.runtime.transports.link_probe import BULK_BYTES, ROUND_TRIPS, measure_links
+from adaptra.runtime.transports.link_probe import PROBE_BYTES, measure_links
 from adaptra.runtime.transports.process_groups import (
     Members,
     broken_peer,
@@ -45,7 +45,7 @@ T = TypeVar("T")
 MEASURED_ROUNDS: Final = 3
 """The number of other replicas to which each one measures its link. So many replicas start no later than few."""
 
-MEASURED_BYTES: Final = MEASURED_ROUNDS * ROUND_TRIPS * BULK_BYTES
+MEASURED_BYTES: Final = MEASURED_ROUNDS * PROBE_BYTES
 """The bytes that leave each port meanwhile."""
 
 

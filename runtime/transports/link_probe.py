@@ -2,6 +2,9 @@
 
 In every round each rank exchanges messages with one other. With n ranks, every pair has done so after n - 1 rounds. Round trips
 need no common clock; a link is assumed to be the same in both directions.
+
+What a message passes may hold it back until some of it is there. A second port does so by packets of up to 64 KiB. So where a
+link is slow enough to show it, its latency is that of a message of some size, and not of one byte.
 """
 
 from __future__ import annotations
@@ -20,7 +23,13 @@ ROUND_TRIPS: Final = 3
 """The number of round trips of each size; the fastest counts, since a busy host delays some."""
 
 BULK_BYTES: Final = 1 << 18
-"""The size of the message that measures how long bytes occupy a link."""
+"""The size of the larger of two messages that measure how long bytes occupy a link. The other one is half of it."""
+
+PROBE_BYTES: Final = BULK_BYTES + ROUND_TRIPS * (BULK_BYTES // 2 + BULK_BYTES)
+"""The bytes that a pair exchanges each way, but for those of single ones."""
+
+_SHOWS_SECONDS: Final = 1e-3
+"""The time of the bulk from which on the difference of two messages is more than what a busy host adds."""
 
 
 def measure_links(group: ProcessGroup, rounds: int | None = None) -> dict[tuple[int, int], Link]:
@@ -36,21 +45,32 @@ def measure_links(group: ProcessGroup, rounds: int | None = None) -> dict[tuple[
     ranks, rank = group.size(), group.rank()
     links = torch.zeros(ranks, ranks, 2, dtype=torch.float64)
     for peer in islice(partners(rank, ranks), rounds):
-        small, bulk = torch.zeros(1, dtype=torch.uint8), torch.zeros(BULK_BYTES, dtype=torch.uint8)
+        messages = [torch.zeros(size, dtype=torch.uint8) for size in (1, BULK_BYTES // 2, BULK_BYTES)]
         if peer is None:
             continue
         if rank < peer:
-            latency, whole = (
-                min(_to_and_fro(group, peer, message) for _ in range(ROUND_TRIPS)) / 2 for message in (small, bulk)
-            )
-            links[rank, peer] = torch.tensor([latency, max(0.0, whole - latency) / BULK_BYTES])
+            _to_and_fro(group, peer, messages[-1])  # a connection sends less at first
+            one_way = (min(_to_and_fro(group, peer, message) for _ in range(ROUND_TRIPS)) / 2 for message in messages)
+            link = link_of(*one_way)
+            links[rank, peer] = torch.tensor([link.latency, link.per_byte])
         else:
-            for message in (*(small,) * ROUND_TRIPS, *(bulk,) * ROUND_TRIPS):
+            for message in (messages[-1], *(one for one in messages for _ in range(ROUND_TRIPS))):
                 group.recv([message], peer, 0).wait()
                 group.send([message], peer, 0).wait()
     group.allreduce([links]).wait()
     measured = [(one, other) for one, other in combinations(range(ranks), 2) if links[one, other, 0] > 0]
     return {(one, other): Link(*links[one, other].tolist()) for one, other in measured}
+
+
+def link_of(least: float, half: float, whole: float) -> Link:
+    """Return a link by what messages take on it: of one byte, of half of the bulk, and of all of it.
+
+    A busy host may have delayed any of them. So a byte takes no more than if the latency were that of one byte, and no less
+    than half of that.
+    """
+    most = max(0.0, whole - least) / BULK_BYTES
+    per_byte = most if whole < _SHOWS_SECONDS else min(max(2 * (whole - half) / BULK_BYTES, most / 2), most)
+    return Link(max(least, whole - per_byte * BULK_BYTES), per_byte)
 
 
 def _to_and_fro(group: ProcessGroup, peer: int, message: torch.Tensor) -> float:
