@@ -44,8 +44,8 @@ def measure_links(group: ProcessGroup, rounds: int | None = None) -> dict[tuple[
     """
     ranks, rank = group.size(), group.rank()
     links = torch.zeros(ranks, ranks, 2, dtype=torch.float64)
+    messages = [torch.zeros(size, dtype=torch.uint8) for size in (1, BULK_BYTES // 2, BULK_BYTES)]
     for peer in islice(partners(rank, ranks), rounds):
-        messages = [torch.zeros(size, dtype=torch.uint8) for size in (1, BULK_BYTES // 2, BULK_BYTES)]
         if peer is None:
             continue
         if rank < peer:

@@ -71,11 +71,11 @@ class RankContext:
         return self.transport.rank
 
     @property
-    def worker(self) -> int:
-        """This rank's worker in the job."""
-        return self.transport.worker_of(self.rank)
-
-    @property
     def ranks(self) -> int:
         """The number of ranks of the pipeline."""
         return len(set(self.placement))
+
+    @property
+    def worker(self) -> int:
+        """This rank's worker in the job."""
+        return self.transport.worker_of(self.rank)
