@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heappop, heappush
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -81,17 +82,17 @@ def posts_over(group: Any, tag: int) -> Post:
         group: The replicas.
         tag: That of the messages; those of other tags never meet.
     """
+    rank = group.rank()
 
     def post(message: TermMessage, memory: Tensor) -> dist.Work:
-        if message.source == group.rank():
+        if message.source == rank:
             return group.send([memory], message.destination, tag)
         return group.recv([memory], message.source, tag)
 
     return post
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _TermUnderWay:
+class _TermUnderWay(NamedTuple):
     """A message under way.
 
     Attributes:
@@ -117,10 +118,12 @@ class NcclCarrier:
         works: Those whose ends were waited for.
     """
 
+    ends_in_order: Final = True
+
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group: Any = group  # torch's annotations lack some of its methods
         self._rank = group.rank()
-        self._under_way: list[tuple[TermMessage, Tensor, dist.Work | None]] = []
+        self._under_way = deque[tuple[TermMessage, Tensor, dist.Work | None]]()
         self.works: list[dist.Work] = []
 
     @property
@@ -142,9 +145,7 @@ class NcclCarrier:
 
     def next(self) -> tuple[TermMessage, Tensor]:
         """See :meth:`.moves.Carrier.next`."""
-        earliest = min(self._under_way, key=lambda one: one[0].round)
-        self._under_way.remove(earliest)
-        message, tensor, work = earliest
+        message, tensor, work = self._under_way.popleft()
         if work is not None:
             work.wait()
             self.works.append(work)
@@ -163,13 +164,19 @@ class HostCarrier:
         rank: The replica.
         post: Begins messages.
         waits: What waits for them; None if the calling thread does, for the earliest.
+
+    Attributes:
+        ends_in_order: Whether messages end in the same order in each sum of the same messages, as they are told.
     """
 
     def __init__(self, rank: int, post: Post, waits: Waits | None) -> None:
         self._rank = rank
         self._post = post
+        self.ends_in_order: Final = waits is None
         self._waits = waits
-        self._under_way: list[_TermUnderWay] = []
+        self._under_way: list[tuple[int, int, _TermUnderWay]] = []
+        """A heap, by round and then as they began."""
+        self._begun = 0
         self._ended: SimpleQueue[tuple[_TermUnderWay, Exception | None]] = SimpleQueue()
 
     @property
@@ -186,7 +193,8 @@ class HostCarrier:
                 memory = torch.empty_like(tensor, device="cpu", pin_memory=True) if tensor.is_cuda else tensor
             under_way = _TermUnderWay(message, tensor, memory, self._post(message, memory))
             if self._waits is None:
-                self._under_way.append(under_way)
+                heappush(self._under_way, (message.round, self._begun, under_way))
+                self._begun += 1
             else:
                 self._waits.add(under_way, self._ended)
 
@@ -199,8 +207,7 @@ class HostCarrier:
 
     def _next(self) -> _TermUnderWay:
         if self._waits is None:
-            earliest = min(self._under_way, key=lambda one: one.message.round)
-            self._under_way.remove(earliest)
+            *_, earliest = heappop(self._under_way)
             earliest.work.wait()
             return earliest
         ended, error = self._ended.get()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -11,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from adaptra.collectives.algorithms import AlgorithmWithout
-from adaptra.collectives.buckets import Bucket, TensorRange, bucket_bytes, make_buckets, make_owned_buckets
-from adaptra.collectives.rounds import Algorithm, TermMessage, chain, direct, to_owners
+from adaptra.collectives.buckets import bucket_bytes
+from adaptra.collectives.rounds import Algorithm, chain, direct, to_owners
 from adaptra.runtime.data_parallel.collectives.carriers import (
     HostCarrier,
     NcclCarrier,
@@ -22,9 +21,10 @@ from adaptra.runtime.data_parallel.collectives.carriers import (
     posts_over,
 )
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
-from adaptra.runtime.data_parallel.collectives.moves import Moves
+from adaptra.runtime.data_parallel.collectives.moves import Moves, take_again
 from adaptra.runtime.data_parallel.collectives.owned_chunks import OwnedChunks, real, write_real
 from adaptra.runtime.data_parallel.collectives.some_ranks import SomeRanks
+from adaptra.runtime.data_parallel.collectives.sum_layout import SumLayout, SumSettings, layout_of, layout_of_parts
 from adaptra.runtime.data_parallel.collectives.sum_names import SumName, digest_of_tensors, name_of, rounds_between
 from adaptra.runtime.data_parallel.collectives.terms import Terms
 from adaptra.runtime.devices.events import recorded
@@ -134,11 +134,11 @@ class GroupSum:
         # Terms are sent from where they are, so results don't go there.
         terms_in = {one.untyped_storage().data_ptr() for one in parts}
         own = torch.empty_like(result) if result.untyped_storage().data_ptr() in terms_in else result
-        most = max(1, self._limit // self._replicas // own.element_size())
-        ranges = [(begin, min(begin + most, own.numel())) for begin in range(0, own.numel(), most)]
-        buckets = [Bucket(tuple(TensorRange(rank, *each) for rank in range(self._replicas))) for each in ranges]
-        terms = self._terms(parts.__getitem__, parts, buckets, mean, [own[slice(*each)] for each in ranges])
-        self._move(to_owners, terms, len(buckets), terms.end_own, own)
+        layout = layout_of_parts(own.numel(), own.dtype, self._settings(to_owners, mean))
+        ranges = (bucket.pieces[self._rank] for bucket in layout.buckets)
+        of_buckets = [own[each.begin : each.end] for each in ranges]
+        terms = self._terms(parts.__getitem__, parts, layout, mean, of_buckets)
+        self._move(layout, terms, terms.end_own, own)
         write_real(own.view_as(results), output)
 
     def all_gather(self, parts: Sequence[Tensor]) -> None:
@@ -216,12 +216,10 @@ class GroupSum:
                     raise RuntimeError(f"a message of a sum over replicas failed: {error}") from error
 
     def _run(self, like: Sequence[Tensor], tensors: _Contiguous, mean: bool, owners: Sequence[int], number: int | None) -> None:
-        sizes = [(one.numel(), one.element_size(), (one.dtype, one.device)) for one in like]
-        if owners:
-            buckets, algorithm = make_owned_buckets(sizes, owners, self._replicas, self._limit), to_owners
-        else:
-            buckets, algorithm = make_buckets(sizes, self._limit), self._algorithm
-        terms = self._terms(tensors.of, like, buckets, mean)
+        algorithm = to_owners if owners else self._algorithm
+        sizes = tuple((one.numel(), one.dtype, one.device) for one in like)
+        layout = layout_of(sizes, tuple(owners), self._settings(algorithm, mean))
+        terms = self._terms(tensors.of, like, layout, mean)
         end = terms.end_own if owners else terms.end_bucket
         name: SumName | None = None
         if number is not None and self._over is not None and self._through_host:
@@ -229,51 +227,54 @@ class GroupSum:
             what = f"{len(like)} tensors of {sum(one.nbytes for one in like)} bytes by {name_of(algorithm)}"
             text = f"{what}, {'mean' if mean else 'sum'} {number}, in buckets of {self._limit} bytes{added_in}"
             name = SumName(number, text, digest_of_tensors(like, owners))
-        self._move(algorithm, terms, len(buckets), end, like[0] if like else None, name)
+        self._move(layout, terms, end, like[0] if like else None, name)
+
+    def _settings(self, algorithm: Algorithm, mean: bool) -> SumSettings:
+        return SumSettings(algorithm, self._replicas, self._rank, self._limit, not self._through_host, self._dtype, mean)
 
     def _terms(
         self,
         get: Callable[[int], Tensor],
         like: Sequence[Tensor],
-        buckets: Sequence[Bucket],
+        layout: SumLayout,
         mean: bool,
         results: Sequence[Tensor] | None = None,
     ) -> Terms:
-        return Terms(get, like, buckets, self._replicas, self._rank, mean, self._memory, self._dtype, results)
+        return Terms(get, like, layout.buckets, self._replicas, self._rank, mean, self._memory, self._dtype, results)
 
     def _move(
         self,
-        algorithm: Algorithm,
+        layout: SumLayout,
         terms: Terms,
-        buckets: int,
         end: Callable[[int], object],
         like: Tensor | None,
         sum_name: SumName | None = None,
     ) -> None:
         """Run the rounds of some buckets, and ``end`` each bucket once nothing of it is under way."""
-        messages = [
-            message
-            for message in _messages(algorithm, self._replicas, buckets * self._replicas, self._rank)
-            if terms.size(message.value.part)
-        ]
+        algorithm = layout.settings.algorithm
         # With these, who waits for the earliest message has nothing else to do: each part needs the terms of all.
         waits = None if algorithm in (direct, chain, to_owners) else self._waits
-        keeps_round = algorithm.keeps_round if isinstance(algorithm, AlgorithmWithout) else None
-        moves = Moves(terms, messages, self._rank, end, in_rounds=not self._through_host, keeps_round=keeps_round)
         if self._through_host:
-            moves.run(HostCarrier(self._rank, self._post_of(sum_name, algorithm, buckets * self._replicas), waits))
-            return
-        carrier = NcclCarrier(self._group)
-        moves.run(carrier)
-        if carrier.works and like is not None and like.is_cuda:
+            carrier = HostCarrier(self._rank, self._post_of(sum_name, layout), waits)
+        else:
+            carrier = NcclCarrier(self._group)
+        if layout.turns is not None:
+            take_again(layout.turns, terms, self._rank, end, carrier)
+        else:
+            keeps_round = algorithm.keeps_round if isinstance(algorithm, AlgorithmWithout) else None
+            moves = Moves(terms, layout.messages, self._rank, end, in_rounds=not self._through_host, keeps_round=keeps_round)
+            turns = moves.run(carrier)
+            if carrier.ends_in_order:
+                layout.turns = turns
+        if isinstance(carrier, NcclCarrier) and carrier.works and like is not None and like.is_cuda:
             self._unchecked.append((recorded(torch.cuda.current_stream(like.device)), carrier.works))
 
-    def _post_of(self, name: SumName | None, algorithm: Algorithm, parts: int) -> Post:
+    def _post_of(self, name: SumName | None, layout: SumLayout) -> Post:
         if name is None or self._over is None:
             return posts_over(self._group, self.tag)
 
         def code_with(peer: int) -> int:
-            return name.code(rounds_between(algorithm, self._replicas, parts, (self._rank, peer)))
+            return name.code(rounds_between(layout.settings.algorithm, self._replicas, layout.parts, (self._rank, peer)))
 
         return self._over.of(name.number, f"rank {self._names[self._rank]} adds {name.text}", code_with)
 
@@ -296,8 +297,3 @@ class _Contiguous:
         """Write the values to the others that have memory of their own."""
         for tensor, result in self._made.values():
             write_real(result, tensor)
-
-
-@lru_cache(maxsize=16)
-def _messages(algorithm: Algorithm, replicas: int, parts: int, rank: int) -> tuple[TermMessage, ...]:
-    return tuple(one for one in algorithm(replicas, parts, rank) if rank in (one.source, one.destination))

@@ -61,7 +61,9 @@ def _fold_by_torch(terms: Sequence[Tensor], out: Tensor, divisor: int, dtype: to
         # On a GPU torch multiplies by the inverse of a number. A tensor it divides by, without a wait for the host.
         by = torch.full((1,), divisor, dtype=torch.promote_types(dtype, torch.float32), device=out.device)
     total = torch.empty(block, dtype=dtype, device=out.device)
-    for target, first, *others in zip(out.split(block), *(one.split(block) for one in terms), strict=True):
+    whole = [(out, *terms)]  # to split what is one block costs more than to add a small one
+    blocks = whole if out.numel() <= block else zip(*(one.split(block) for one in whole[0]), strict=True)
+    for target, first, *others in blocks:
         running = total[: target.numel()]
         if first.dtype != dtype:
             first = running.copy_(first)

@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -30,6 +30,22 @@ class Carrier(Protocol):
     def next(self) -> tuple[TermMessage, Tensor]:
         """Wait for a message that has ended, in whatever order."""
         ...
+
+
+class SumTurn(NamedTuple):
+    """What a replica does until one message has ended.
+
+    Attributes:
+        begun: Messages that begin before; those of a tuple together.
+        added: Parts whose terms are added ahead then, each with the term before which that ends.
+        ended: The message that ends.
+        bucket: The bucket that ends with it, None if none does.
+    """
+
+    begun: tuple[tuple[TermMessage, ...], ...]
+    added: tuple[tuple[int, int], ...]
+    ended: TermMessage
+    bucket: int | None
 
 
 class _MessageLane:
@@ -103,40 +119,54 @@ class Moves:
             lane for key, lane in self._lanes.items() if in_line and key and key[0] == rank and lane is not in_line
         ]
 
-    def run(self, carrier: Carrier) -> None:
-        """Move all messages.
+    def run(self, carrier: Carrier) -> list[SumTurn]:
+        """Move all messages, and return the turns.
 
         Raises:
             RuntimeError: What the carrier raises of a message that failed.
         """
+        turns: list[SumTurn] = []
         while self.left:
-            self.begin(carrier)
+            begun = self.begin(carrier)
             assert any(lane.under_way for lane in self._lanes.values()), f"no message may begin; left: {self.left}"
-            while not carrier.has_ended and self.add_ahead():
-                pass
-            self.handle(*carrier.next())
+            added: list[tuple[int, int]] = []
+            while not carrier.has_ended and (ahead := self.add_ahead()) is not None:
+                added.append(ahead)
+            message, tensor = carrier.next()
+            turns.append(SumTurn(begun, (*added,), message, self.handle(message, tensor)))
+        return turns
 
-    def begin(self, carrier: Carrier) -> None:
-        """Begin what may begin. Terms that may still be computed are asked for only where nothing else is to be done."""
+    def begin(self, carrier: Carrier) -> tuple[tuple[TermMessage, ...], ...]:
+        """Begin what may begin, and return it; messages of a tuple begin together.
+
+        Terms that may still be computed are asked for only where nothing else is to be done.
+        """
+        begun: list[tuple[TermMessage, ...]] = []
         while (lane := self._first_lane(carrier)) is not None:
             messages = lane.waiting.popleft()
             lane.under_way += len(messages)
             if self._ends_ahead and self._asks_for_terms(messages[0]):
                 self._to_add += self._terms.parts(self._terms.bucket(messages[0].value))
-            carrier.begin([(message, self._tensor(message)) for message in messages])
+            carrier.begin([(message, _memory(message, self._terms, self._rank)) for message in messages])
             for message in filter(self._needs_own, messages):
                 self._needs[message.value.part] -= 1
+            begun.append(messages)
+        return (*begun,)
 
-    def add_ahead(self) -> bool:
-        """Add up the terms of one part that are there before the others. Returns whether there were such terms."""
+    def add_ahead(self) -> tuple[int, int] | None:
+        """Add up the terms of one part that are there before the others.
+
+        Returns:
+            The part, and the term before which that ends; None if there were no such terms.
+        """
         while self._to_add:
             part = self._to_add.popleft()
             if part in self._ends_ahead and self._terms.add_ahead(part, self._ends_ahead[part]):
-                return True
-        return False
+                return part, self._ends_ahead[part]
+        return None
 
-    def handle(self, message: TermMessage, tensor: Tensor) -> None:
-        """Record a message that has ended, and its value."""
+    def handle(self, message: TermMessage, tensor: Tensor) -> int | None:
+        """Record a message that has ended, and its value. Returns the bucket that ends with it, None if none does."""
         self._lanes[self._lane(message)].under_way -= 1
         if message.destination == self._rank:
             self._terms.arrived(message.value, tensor)
@@ -146,9 +176,11 @@ class Moves:
             self._sends[message.value.part] -= 1
         bucket = self._terms.bucket(message.value)
         self.left[bucket] -= 1
-        if not self.left[bucket]:
-            del self.left[bucket]
-            self._end(bucket)
+        if self.left[bucket]:
+            return None
+        del self.left[bucket]
+        self._end(bucket)
+        return bucket
 
     def _parts_added_ahead(self, messages: Sequence[TermMessage]) -> dict[int, int]:
         """Return the parts whose terms are added up before all are there, and of each the term before which that ends.
@@ -190,10 +222,6 @@ class Moves:
     def _asks_for_terms(self, message: TermMessage) -> bool:
         return message.source == self._rank and not self._terms.is_open(message.value)
 
-    def _tensor(self, message: TermMessage) -> Tensor:
-        is_sent = message.source == self._rank
-        return self._terms.value(message.value) if is_sent else self._terms.place(message.value)
-
     def _lane(self, message: TermMessage) -> tuple[int, int | None] | None:
         if self._in_rounds:
             return None
@@ -205,3 +233,32 @@ class Moves:
 
     def _is_own(self, message: TermMessage) -> bool:
         return message.source == self._rank and (message.value.first, message.value.end) == (self._rank, self._rank + 1)
+
+
+def take_again(turns: Iterable[SumTurn], terms: Terms, rank: int, end: Callable[[int], object], carrier: Carrier) -> None:
+    """Move messages as :meth:`Moves.run` did for terms of the same sizes, without its decisions.
+
+    Args:
+        turns: What it returned.
+        terms, rank, end: As of :class:`Moves`.
+        carrier: One whose messages end in the same order.
+
+    Raises:
+        RuntimeError: As :meth:`Moves.run`.
+    """
+    for turn in turns:
+        for messages in turn.begun:
+            carrier.begin([(message, _memory(message, terms, rank)) for message in messages])
+        for part, before in turn.added:
+            terms.add_ahead(part, before)
+        message, tensor = carrier.next()
+        assert message is turn.ended, f"{message} has ended before {turn.ended}"
+        if message.destination == rank:
+            terms.arrived(message.value, tensor)
+        if turn.bucket is not None:
+            end(turn.bucket)
+
+
+def _memory(message: TermMessage, terms: Terms, rank: int) -> Tensor:
+    """Return the value that a message of a replica sends, or the memory for what it receives."""
+    return terms.value(message.value) if message.source == rank else terms.place(message.value)

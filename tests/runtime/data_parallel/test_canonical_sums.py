@@ -41,7 +41,8 @@ from adaptra.runtime.data_parallel.collectives.carriers import TransportPosts
 from adaptra.runtime.data_parallel.collectives.engine import GroupSum
 from adaptra.runtime.data_parallel.collectives.fold import fold
 from adaptra.runtime.data_parallel.collectives.memory import SpareMemory
-from adaptra.runtime.data_parallel.collectives.moves import Moves
+from adaptra.runtime.data_parallel.collectives.moves import Moves, SumTurn, take_again
+from adaptra.runtime.data_parallel.collectives.sum_layout import layout_of
 from adaptra.runtime.data_parallel.collectives.terms import Terms
 from adaptra.runtime.transports.process_groups import Members, end_group, new_group
 from adaptra.runtime.transports.registry import create_transport
@@ -271,27 +272,40 @@ def additions(
     of: torch.dtype = torch.float32,
     added_in: torch.dtype | None = None,
 ) -> tuple[list[str], list[int]]:
-    """In which order rank 1 of 5 gets and adds terms, and the places for terms in use behind each addition and in the end."""
-    memory, carrier, places = SpareMemory(), Script(1, order, busy), list[int]()
+    """In which order rank 1 of 5 gets and adds terms, and the places for terms in use behind each addition and in the end.
+
+    That is the same where it takes the turns of another sum again.
+    """
+    carrier = Script(1, order, busy)
 
     def recorded(terms: Sequence[Tensor], out: Tensor, divisor: int = 1, dtype: torch.dtype | None = None) -> None:
         fold(terms, out, divisor, dtype)
         carrier.log.append(f"sum {out[0].item():g}")
 
     patch.setattr(terms_module, "fold", recorded)
-    own = torch.full((count,), 2.0, dtype=of)
-    buckets = make_buckets([(count, own.element_size(), of)], own.nbytes)
-    terms = Terms([own].__getitem__, [own], buckets, 5, 1, False, memory, added_in)
-    terms_arrived = terms.arrived
 
-    def arrived(value: Value, tensor: Tensor) -> None:
+    def arrived(
+        record: Callable[[Value, Tensor], None], memory: SpareMemory, places: list[int], value: Value, tensor: Tensor
+    ) -> None:
         places.append(len(memory._taken))
-        terms_arrived(value, tensor)
+        record(value, tensor)
 
-    patch.setattr(terms, "arrived", arrived)
-    Moves(terms, [*direct(5, 5, 1)], 1, terms.end_bucket, in_rounds=False).run(carrier)
-    assert own.eq(31.0).all()
-    return carrier.log, [*places, len(memory._taken), sum(map(len, memory._spare.values()))]
+    turns: list[SumTurn] | None = None
+    found: list[tuple[list[str], list[int]]] = []
+    for _ in range(2):
+        memory, carrier, places = SpareMemory(), Script(1, order, busy), list[int]()
+        own = torch.full((count,), 2.0, dtype=of)
+        buckets = make_buckets([(count, own.element_size(), of)], own.nbytes)
+        terms = Terms([own].__getitem__, [own], buckets, 5, 1, False, memory, added_in)
+        patch.setattr(terms, "arrived", partial(arrived, terms.arrived, memory, places))
+        if turns is None:
+            turns = Moves(terms, [*direct(5, 5, 1)], 1, terms.end_bucket, in_rounds=False).run(carrier)
+        else:
+            take_again(turns, terms, 1, terms.end_bucket, carrier)
+        assert own.eq(31.0).all()
+        found.append((carrier.log, [*places, len(memory._taken), sum(map(len, memory._spare.values()))]))
+    assert found[0] == found[1]
+    return found[0]
 
 
 def test_terms_are_added_while_nothing_else_is_to_be_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,11 +400,12 @@ def sum_in_processes(rank: int) -> list[str]:
             for dtype in (None, torch.float32)
         ]
         for way, (index, over, name, limit, dtype) in enumerate(ways if rank < replicas else []):
+            layout_of.cache_clear()  # so that the first sum decides on its turns
             algorithm = with_late_rank(name, 1 if dtype is None else 2, replicas)
             posts = None if over is None else TransportPosts(transports[over], workers, 0)
             total = GroupSum(groups[index], algorithm=algorithm, limit=limit, dtype=dtype, over=posts)
             total._through_host = index == 0
-            for seed in range(2):  # the second one uses memory again
+            for seed in range(2):  # the second one uses memory again, and takes the turns of the first where they are the same
                 mine = terms_of(rank, seed, shapes, dtypes)
                 total.combine_late(mine, mine.__getitem__, mean=True, number=None if over is None else 2 * way + seed)
                 expected = left_fold([terms_of(one, seed, shapes, dtypes) for one in range(replicas)], True, dtype)
@@ -428,9 +443,9 @@ def sum_with_a_late_rank(rank: int, late: int) -> tuple[list[float], list[str]]:
     engine: Any = Moves
     handle, handled, began = engine.handle, list[tuple[float, str]](), 0.0
 
-    def recorded(moves: Moves, message: TermMessage, tensor: Tensor) -> None:
+    def recorded(moves: Moves, message: TermMessage, tensor: Tensor) -> int | None:
         handled.append((time.monotonic() - began, f"{message.source}>{message.destination}"))
-        handle(moves, message, tensor)
+        return handle(moves, message, tensor)
 
     engine.handle = recorded
     terms = [torch.full((16,), float(rank)) for _ in range(3)]
