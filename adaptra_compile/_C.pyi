@@ -1,5 +1,5 @@
 # ruff: noqa: N999 - the underscore and capital say that this is the extension module, as in torch._C
-"""The C++ extension: simulation, search for orders, and the engine of the delegate transport."""
+"""The C++ extension: simulation, search for orders, the engine of the delegate transport, and checksums."""
 
 from collections.abc import Mapping, Sequence
 from typing import final
@@ -360,6 +360,19 @@ class LivenessListener:
 
     def close(self) -> None:
         """End it, so that questions are refused from now on. May be called again."""
+
+def weighted_sum(numbers: int, count: int, weights: int, block: int) -> int:
+    """Return the weighted sum of 64-bit numbers modulo 2**64, see :mod:`adaptra.runtime.data_parallel.checksum`.
+
+    Args:
+        numbers: Their address, in memory that nobody changes or frees meanwhile.
+        count: How many there are.
+        weights: The address of those of a block.
+        block: The number of weights.
+
+    Raises:
+        ValueError: There are no weights.
+    """
 
 def crc32c(data: bytes, before: int = 0) -> int:
     """Return the CRC32C of ``data``, or of earlier data with the checksum ``before`` followed by ``data``."""

@@ -1,9 +1,9 @@
 """A sharded optimizer beside one without shards: memory of a rank, seconds of a step, and bits.
 
 Replicas of one stage are processes of this machine over gloo. Both sides train in the same processes, one step of each in turn.
-A step includes the optimizer's, and what brings parameters to all replicas. Buckets of gradients have the same size on both
-sides, which each would choose by links that it measures for itself. Memory is counted from tensors, on the rank with the most:
-the parameters, the step's gradients before they have owners, and the optimizer's state.
+A step includes the optimizer's, and what brings parameters to all replicas. Both sides have buckets of one size, and replicas
+that keep their rows: by measured links and speeds each side would choose its own. Memory is counted from tensors, on the rank
+with the most: the parameters, the step's gradients before they have owners, and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def measure(rank: int, name: str, steps: int, width: int, blocks: int, rows: int
                     microbatches=2,
                     loss=nn.functional.mse_loss,
                     example_inputs=batch,
-                    options=adaptra.Options(reduce=adaptra.Reduce(bucket=BUCKET)),
+                    options=adaptra.Options(adapt=False, reduce=adaptra.Reduce(bucket=BUCKET)),
                 )
             )
             for _ in range(2)

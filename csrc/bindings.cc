@@ -32,6 +32,7 @@
 #include "schedule/simulate/orders.h"
 #include "schedule/simulate/problem.h"
 #include "schedule/simulate/simulator.h"
+#include "weighted_sum.h"
 
 namespace nb = nanobind;
 namespace schedule = adaptra::schedule;
@@ -510,14 +511,27 @@ void bind_search(nb::module_& m) {
       nb::arg("pipeline"), nb::arg("orders"), nb::arg("homes"), nb::arg("foreign"), nb::arg("memory"), nb::arg("slack"));
 }
 
+void bind_weighted_sum(nb::module_& m) {
+  m.def(
+      "weighted_sum",
+      [](std::uintptr_t numbers, std::size_t count, std::uintptr_t weights, std::size_t block) {
+        if (block == 0) throw std::invalid_argument("weights: expected at least one");
+        const nb::gil_scoped_release release;
+        return adaptra::weighted_sum(reinterpret_cast<const std::int64_t*>(numbers), count,
+                                     reinterpret_cast<const std::int64_t*>(weights), block);
+      },
+      nb::arg("numbers"), nb::arg("count"), nb::arg("weights"), nb::arg("block"));
+}
+
 }  // namespace
 
 NB_MODULE(_C, m) {
-  m.doc() = "Event simulation and list scheduling of pipeline programs; the engine of the CPU-side data plane.";
+  m.doc() = "Event simulation and list scheduling of pipeline programs; the engine of the CPU-side data plane; checksums.";
   adaptra::rest_late_threads();
   bind_simulation(m);
   bind_bounds(m);
   bind_search(m);
   bind_delegate(m);
   bind_liveness(m);
+  bind_weighted_sum(m);
 }

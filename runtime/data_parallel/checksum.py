@@ -15,6 +15,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from adaptra import _C
+
 _BLOCK: Final = 1 << 16
 """The numbers weighed at a time: they and their products stay in a core's cache."""
 
@@ -46,7 +48,13 @@ def _checksum(tensor: Tensor) -> Tensor:
         return torch.zeros((), dtype=torch.int64)
     numbers = _numbers(tensor)
     weights = _weights(tensor.device)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if numbers.device.type == "cpu":  # the same number in a third of the time
+        return torch.tensor(_C.weighted_sum(numbers.data_ptr(), len(numbers), weights.data_ptr(), len(weights)))
+    return _weighed_by_torch(numbers, weights)
+
+
+def _weighed_by_torch(numbers: Tensor, weights: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=numbers.device)
     for block in numbers.split(_BLOCK):
         weighed = (block >> 32).add_(block).mul_(weights[: len(block)])
         total = total * 6_364_136_223_846_793_005 + weighed.sum()

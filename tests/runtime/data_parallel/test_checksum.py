@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from adaptra.runtime.data_parallel import checksum
 from adaptra.runtime.data_parallel.checksum import checksums
 
 
@@ -36,3 +37,11 @@ def test_a_checksum_sees_every_bit(dtype: torch.dtype) -> None:
             other.view(-1)[place : place + 1].view(torch.uint8)[0] ^= 1
             assert checksums([other]) != checksums([one]), place
         assert checksums([one.neg()]) != checksums([one])
+
+
+def test_a_checksum_is_the_same_on_hosts_and_by_kernels() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for count in (1, 2, 9, (1 << 16) - 1, 1 << 16, (1 << 16) + 1, 3 * (1 << 16) + 5):
+        numbers = torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator)
+        by_kernels = checksum._weighed_by_torch(numbers, checksum._weights(numbers.device))
+        assert torch.equal(checksum._checksum(numbers), by_kernels), count
