@@ -25,19 +25,21 @@ from adaptra.runtime.transports.base import Identity, Purpose, now
 from adaptra.runtime.transports.process_groups import Members, new_group
 from adaptra.runtime.transports.registry import create_transport
 from adaptra.runtime.world.world import WorkerId
+from adaptra.simulation.links import Link
 
 _FIRST: int = 3
 """Activations that find a connection which has not been used."""
 
 
-def flights(rank: int, name: str, sizes: list[int], every: float, count: int) -> list[list[float]]:
+def flights(rank: int, name: str, sizes: list[int], rate: float, every: float, count: int) -> list[list[float]]:
     """The seconds from each activation's hand-over to its arrival: alone, and beside sums."""
     size, activation, limit = sizes
     transport, found = create_transport(name), list[list[float]]()
     group = new_group(Members("replicas", rank, 2)) if rank < 2 else None
     total = None
     if group is not None:
-        total = GroupSum(group, limit=limit, over=TransportPosts(transport, [WorkerId(0), WorkerId(1)], 0))
+        over, link = TransportPosts(transport, [WorkerId(0), WorkerId(1)], 0), Link(0.0, 1.0 / rate)
+        total = GroupSum(group, limit=limit, over=over, link=link)
     specs = (TensorSpec((activation,), torch.uint8),)
     transport.reserve({(0, specs): count} if rank == 2 else {})
     for with_sums in (False, True):
@@ -98,7 +100,7 @@ def main() -> int:
     rows: list[Row] = []
     for name in given.transports:
         ports = [f"{host} rate={given.rate:g}MB" for host in range(3)]
-        alone, beside = run_on_hosts(flights, 3, ports, name, sizes, given.every, given.count, steady=True)
+        alone, beside = run_on_hosts(flights, 3, ports, name, sizes, given.rate * 1e6, given.every, given.count, steady=True)
         usual = statistics.median(alone)
         rows += [
             Row(f"{name}: an activation alone", 1e3 * usual, None, "ms", len(alone)),

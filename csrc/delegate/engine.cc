@@ -299,7 +299,7 @@ bool Engine::may_post(SendChannel& channel) {
     return !gives_way(key.second) && ends.sender != nullptr && ends.sender->is_under_way();
   });
   const bool has_left = last_bulk_ == nullptr || last_bulk_->has_room();
-  if (!giving_way_.may_post(are_others_under_way, has_left, Clock::now())) {
+  if (channel.is_ahead() || !giving_way_.may_post(are_others_under_way, has_left, Clock::now())) {
     if (std::find(held_.begin(), held_.end(), &channel) == held_.end()) held_.push_back(&channel);
     return false;
   }

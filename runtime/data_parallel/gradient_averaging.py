@@ -245,7 +245,15 @@ class Replicas:
         return answer.tolist()
 
     def _sum_by(self, group: dist.ProcessGroup, algorithm: Algorithm, limit: int | None) -> GroupSum:
-        return GroupSum(group, algorithm=algorithm, limit=limit, dtype=self._dtype, ranks=self.ranks, over=self._over)
+        return GroupSum(
+            group,
+            algorithm=algorithm,
+            limit=limit,
+            dtype=self._dtype,
+            ranks=self.ranks,
+            over=self._over,
+            link=self.link,
+        )
 
     @property
     def _group(self) -> dist.ProcessGroup:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 #include <utility>
 
 #include "delegate/system/crc32c.h"
@@ -15,6 +16,8 @@ constexpr std::uint64_t kMostAgain = 512U << 10;
 // A message whose path keeps failing is cut into smaller chunks, down to this size: a chunk that is cut off comes again.
 constexpr std::uint32_t kLeastChunkBytes = 16U << 10;
 constexpr std::uint32_t kMostHalvings = 5;
+// Bytes of a sum that may be on their way however small its messages are: next to no time on a fast port.
+constexpr std::uint64_t kLeastAhead = 1U << 20;
 constexpr Clock::duration kProbeEvery = std::chrono::milliseconds(300);
 
 std::uint64_t nanoseconds(Clock::duration duration) {
@@ -302,6 +305,16 @@ bool SendChannel::has_room() const {
   if (!path_) return true;
   const auto& up = paths_[*path_].up;
   return std::all_of(up.begin(), up.end(), [this](const Connection* connection) { return connection->can_post(last_slot_); });
+}
+
+bool SendChannel::is_ahead() const {
+  if (address_.channel != ChannelClass::kSums || !path_ || next_ >= queue_.size()) return false;
+  const auto& up = paths_[*path_].up;
+  const std::uint64_t ahead = std::accumulate(up.begin(), up.end(), std::uint64_t{0},
+                                              [](std::uint64_t sum, const Connection* one) { return sum + one->ahead(); });
+  const Outgoing& message = queue_[next_];
+  const std::uint64_t chunk = std::min<std::uint64_t>(message.total - message.cursor, host_.wire(*path_).chunk_bytes());
+  return ahead > 0 && ahead + chunk > std::max(message.total, kLeastAhead);
 }
 
 void SendChannel::post(Outgoing& message, Connection& connection) {

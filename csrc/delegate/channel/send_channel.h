@@ -38,6 +38,8 @@ class SendChannel final : public Channel {
   [[nodiscard]] bool is_under_way() const { return path_ && !queue_.empty() && queue_.front().is_begun; }
   // Whether the wire would take more: what was posted before has left.
   [[nodiscard]] bool has_room() const;
+  // Whether its next chunk would make others wait for longer than for one message: of a sum, more is posted than has arrived.
+  [[nodiscard]] bool is_ahead() const;
   // Goes on after Host::may_post() had said no.
   void resume() { pump(); }
 

@@ -48,6 +48,14 @@ void TcpPace::give_back_if_lossy(int socket, std::uint64_t sent, std::uint64_t r
   systems_.clear();
 }
 
+std::uint64_t TcpPace::held(int socket) noexcept {
+  tcp_info info{};
+  socklen_t size = sizeof info;
+  // A round trip that was never measured is all ones.
+  if (getsockopt(socket, IPPROTO_TCP, TCP_INFO, &info, &size) != 0 || info.tcpi_min_rtt == ~0U) return 0;
+  return static_cast<std::uint64_t>(static_cast<double>(info.tcpi_delivery_rate) * info.tcpi_min_rtt / 1e6);
+}
+
 Pace TcpPace::read(int socket) noexcept {
   tcp_info info{};
   socklen_t size = sizeof info;

@@ -18,6 +18,9 @@ class TcpPace {
   // Reads the pace since the last call; an empty one where the kernel reports nothing of the socket.
   [[nodiscard]] Pace read(int socket) noexcept;
 
+  // Bytes that the link holds while none waits for it: those that arrive in its shortest round trip. 0 where that is not known.
+  [[nodiscard]] static std::uint64_t held(int socket) noexcept;
+
  private:
   void give_back_if_lossy(int socket, std::uint64_t sent, std::uint64_t repeated) noexcept;
 

@@ -1,5 +1,6 @@
 #include "delegate/tcp/tcp_wire.h"
 
+#include <linux/sockios.h>
 #include <linux/tcp.h>
 #include <netinet/in.h>
 #include <sys/epoll.h>
@@ -114,6 +115,13 @@ class TcpConnection : public Connection, public Handler {
   }
 
   [[nodiscard]] Pace pace() override { return pace_.read(socket_.get()); }
+
+  [[nodiscard]] std::uint64_t ahead() const override {
+    int unacknowledged = 0;
+    if (ioctl(socket_.get(), SIOCOUTQ, &unacknowledged) != 0) return 0;
+    const std::uint64_t posted = queued_ + static_cast<std::uint64_t>(unacknowledged), held = TcpPace::held(socket_.get());
+    return posted - std::min(posted, held);
+  }
 
   void ready(std::uint32_t events) override {
     if ((events & EPOLLOUT) != 0) {

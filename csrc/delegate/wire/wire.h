@@ -153,6 +153,10 @@ class Connection {
   [[nodiscard]] virtual Clock::time_point heard() = 0;
 
   [[nodiscard]] virtual Pace pace() = 0;
+
+  // Source: posted bytes that wait for the port. They have not reached the peer's host, and are more than the link holds on its
+  // way. 0 where connections take turns on the port, so that one's bytes wait for no other's.
+  [[nodiscard]] virtual std::uint64_t ahead() const { return 0; }
 };
 
 // One kind of wire over one local device or interface.

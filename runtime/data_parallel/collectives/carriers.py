@@ -45,9 +45,13 @@ class TransportPosts:
         transport: That of all workers.
         workers: Those of the replicas, in the order of the sum.
         stage: The stage that they have, or the first one of several.
+
+    Attributes:
+        sends_whole: Whether a message that has begun is out of reach. The delegate sends pieces, between which others go.
     """
 
     def __init__(self, transport: Transport, workers: Sequence[WorkerId], stage: int) -> None:
+        self.sends_whole: Final = transport.contract.send_waits_for_receiver
         self._transport = transport
         self._workers = tuple(workers)
         self._stage = stage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from adaptra.collectives.algorithms import AlgorithmWithout
 from adaptra.collectives.buckets import bucket_bytes
+from adaptra.collectives.ports import MOST_OPEN
 from adaptra.collectives.rounds import Algorithm, chain, direct, to_owners
 from adaptra.runtime.data_parallel.collectives.carriers import (
     HostCarrier,
@@ -31,6 +32,13 @@ from adaptra.runtime.devices.events import recorded
 from adaptra.runtime.devices.read_later import ReadLater
 from adaptra.runtime.transports.nccl.communicator import failure_of
 from adaptra.runtime.transports.process_groups import from_rank, is_gloo
+from adaptra.simulation.links import Link
+
+_BUSY_SECONDS: Final = 0.02
+"""Seconds that a port takes for one message to each other rank, from which no second one is sent beside it.
+
+The pause between two messages is short beside them then, and the port has those to other ranks. Two at a time would only share
+it: results come later, and so does an activation, which waits behind all that was sent."""
 
 
 class GroupSum:
@@ -46,6 +54,7 @@ class GroupSum:
         dtype: The least precise dtype of additions, or None for that of the tensors.
         ranks: The ranks as errors name them; None for their numbers in the group.
         over: What carries the messages of numbered sums between hosts; None for the group.
+        link: The slowest link between two of them, None where it is not known.
 
     Attributes:
         tag: Of the messages of the next sums; with gloo, those of other tags never meet.
@@ -60,6 +69,7 @@ class GroupSum:
         dtype: torch.dtype | None = None,
         ranks: Sequence[int] | None = None,
         over: TransportPosts | None = None,
+        link: Link | None = None,
     ) -> None:
         self._over = over
         self._group: Any = group  # torch's annotations lack some of its methods
@@ -67,6 +77,9 @@ class GroupSum:
         self._algorithm = algorithm
         self._limit = limit or bucket_bytes(self._replicas)
         self._dtype = dtype
+        port_seconds = 0.0 if link is None else (self._replicas - 1) * self._limit / self._replicas * link.per_byte
+        least = 2 * _BUSY_SECONDS if self._replicas == 2 else _BUSY_SECONDS  # with one other rank nothing fills the pause
+        self._sends_one = over is not None and over.sends_whole and port_seconds >= least
         self._names = range(self._replicas) if ranks is None else ranks
         self.tag = 0
         self._memory = SpareMemory()
@@ -230,7 +243,9 @@ class GroupSum:
         self._move(layout, terms, end, like[0] if like else None, name)
 
     def _settings(self, algorithm: Algorithm, mean: bool) -> SumSettings:
-        return SumSettings(algorithm, self._replicas, self._rank, self._limit, not self._through_host, self._dtype, mean)
+        most_sent = 1 if self._sends_one and algorithm in (direct, to_owners) else MOST_OPEN
+        in_rounds = not self._through_host
+        return SumSettings(algorithm, self._replicas, self._rank, self._limit, in_rounds, self._dtype, mean, most_sent)
 
     def _terms(
         self,
@@ -262,7 +277,15 @@ class GroupSum:
             take_again(layout.turns, terms, self._rank, end, carrier)
         else:
             keeps_round = algorithm.keeps_round if isinstance(algorithm, AlgorithmWithout) else None
-            moves = Moves(terms, layout.messages, self._rank, end, in_rounds=not self._through_host, keeps_round=keeps_round)
+            moves = Moves(
+                terms,
+                layout.messages,
+                self._rank,
+                end,
+                in_rounds=not self._through_host,
+                keeps_round=keeps_round,
+                most_sent=layout.settings.most_sent,
+            )
             turns = moves.run(carrier)
             if carrier.ends_in_order:
                 layout.turns = turns

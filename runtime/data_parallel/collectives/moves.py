@@ -82,6 +82,7 @@ class Moves:
         end: Ends a bucket of which nothing is under way any more.
         in_rounds: Whether a round's messages begin together, behind those of the rounds before.
         keeps_round: Whether a message to send keeps its round: begins behind all of earlier rounds. None if none does.
+        most_sent: The most messages under way that a lane sends.
 
     Attributes:
         left: By bucket, the messages that have not ended.
@@ -96,6 +97,7 @@ class Moves:
         *,
         in_rounds: bool,
         keeps_round: Callable[[TermMessage], bool] | None = None,
+        most_sent: int = MOST_OPEN,
     ) -> None:
         self._terms = terms
         self._rank = rank
@@ -113,7 +115,10 @@ class Moves:
         for _, together in groupby(messages, key=lambda message: message.round if in_rounds else message):
             first, *others = together
             lanes[self._lane(first)].append((first, *others))
-        self._lanes = {lane: _MessageLane(waiting, len(waiting) if in_rounds else MOST_OPEN) for lane, waiting in lanes.items()}
+        self._lanes = {
+            lane: _MessageLane(waiting, len(waiting) if lane is None else most_sent if lane[0] == rank else MOST_OPEN)
+            for lane, waiting in lanes.items()
+        }
         in_line = None if in_rounds else self._lanes.get((rank, None))
         self._beside_line = [
             lane for key, lane in self._lanes.items() if in_line and key and key[0] == rank and lane is not in_line

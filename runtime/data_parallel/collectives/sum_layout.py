@@ -27,6 +27,7 @@ class SumSettings(NamedTuple):
         in_rounds: Whether a round's messages begin together.
         dtype: The least precise dtype of additions, None for that of the tensors.
         mean: Whether the sum is divided.
+        most_sent: The most messages that are under way to one other rank.
     """
 
     algorithm: Algorithm
@@ -36,6 +37,7 @@ class SumSettings(NamedTuple):
     in_rounds: bool
     dtype: torch.dtype | None
     mean: bool
+    most_sent: int
 
 
 class SumLayout:
