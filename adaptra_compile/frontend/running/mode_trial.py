@@ -105,9 +105,9 @@ class ModeTrial:
                 )
             if not regime.is_due(self._changes.regime):
                 return None
-        self._changes.regime = regime or self._changes.regime
         steps = max(one.every if isinstance(one, Local) else _STEPS for one in allow)
         self._take(EXACT, loop)
+        self._changes.regime = regime or self._changes.regime  # what is refused before has tried nothing
         log = self._changes.log
 
         def keep() -> tuple[KeptState, Consent]:

@@ -11,7 +11,7 @@ from test_x_order import MICROBATCHES, MODEL, adam, bits_of, rows_of
 from training import call, compiled
 
 import adaptra
-from adaptra.errors import PipelineError
+from adaptra.errors import AdaptraError, PipelineError
 
 pytestmark = [pytest.mark.processes, pytest.mark.timed]
 
@@ -45,6 +45,11 @@ def body(_rank: int) -> dict[str, Any]:
         train(SLOW)
         found["healthy"] = pipe.settle_synchrony(batches, rounds=3)
         train(8)
+        args, kwargs = call(rows_of(pipe.replica, 0))
+        pipe.step(*args, **kwargs)
+        with pytest.raises(AdaptraError, match="gradient"):
+            pipe.settle_synchrony(batches, rounds=3)
+        optimizer.zero_grad()
         trial = pipe.settle_synchrony(batches, rounds=3)
         found["slow"] = None if trial is None else (trial.regime, [one.name for one in trial.modes], str(trial))
         train(4)
@@ -55,6 +60,7 @@ def body(_rank: int) -> dict[str, Any]:
 
 
 def test_a_trial_is_due_once_for_a_regime_and_never_where_nothing_is_slow() -> None:
+    """One that is refused before it tries anything has not been there."""
     ranks = run_processes(body, 2)
     for one in ranks:
         check_documented("PipelineError", one["untried"], UNTRIED)
