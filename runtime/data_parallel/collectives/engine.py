@@ -150,7 +150,7 @@ class GroupSum:
         layout = layout_of_parts(own.numel(), own.dtype, self._settings(to_owners, mean))
         ranges = (bucket.pieces[self._rank] for bucket in layout.buckets)
         of_buckets = [own[each.begin : each.end] for each in ranges]
-        terms = self._terms(parts.__getitem__, parts, layout, mean, of_buckets)
+        terms = self._terms(parts.__getitem__, parts, layout, of_buckets)
         self._move(layout, terms, terms.end_own, own)
         write_real(own.view_as(results), output)
 
@@ -232,7 +232,7 @@ class GroupSum:
         algorithm = to_owners if owners else self._algorithm
         sizes = tuple((one.numel(), one.dtype, one.device) for one in like)
         layout = layout_of(sizes, tuple(owners), self._settings(algorithm, mean))
-        terms = self._terms(tensors.of, like, layout, mean)
+        terms = self._terms(tensors.of, like, layout)
         end = terms.end_own if owners else terms.end_bucket
         name: SumName | None = None
         if number is not None and self._over is not None and self._through_host:
@@ -252,9 +252,9 @@ class GroupSum:
         get: Callable[[int], Tensor],
         like: Sequence[Tensor],
         layout: SumLayout,
-        mean: bool,
         results: Sequence[Tensor] | None = None,
     ) -> Terms:
+        mean = layout.settings.mean
         return Terms(get, like, layout.buckets, self._replicas, self._rank, mean, self._memory, self._dtype, results)
 
     def _move(
